@@ -35,15 +35,16 @@ _Params = ParamSpec("_Params")
 
 
 class _ProcessSettings:
-    """Settings of the whole process; they have torch's defaults as long as any thread computes."""
+    """Keeps settings of the whole process at torch's defaults as long as any thread is inside `plain`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside: set[object] = set()
-        self._stack = ExitStack()
+        self._stack = ExitStack()  # restores the settings when it is closed
 
     @contextmanager
     def plain(self, torch: Any) -> Iterator[None]:
+        """Context manager in which the settings are torch's defaults; the last caller restores them."""
         caller = object()
         try:
             with self._lock:
@@ -71,9 +72,9 @@ _process = _ProcessSettings()
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """Context, or decorator of functions, in which the settings of torch and numpy have their defaults.
+    """Context manager or decorator: settings of torch and numpy that change results have their defaults.
 
-    Costs about 30 microseconds; within another `plain_torch`, one microsecond.
+    They are restored at the end. Costs about 30 microseconds; within another `plain_torch`, one microsecond.
 
     Raises:
         ConfigError: The caller uses a mode, transform or hook that cannot be switched off.
@@ -96,7 +97,8 @@ def plain_torch() -> Iterator[None]:
 
 
 def each_in_plain_torch(items: Iterator[_Item]) -> Iterator[_Item]:
-    """Items of a lazy iterator, each computed in `plain_torch`; the consumer keeps its own settings."""
+    """Yield the items of a lazy iterator, each computed with torch's default settings; between two items the
+    consumer's own settings apply."""
     while True:
         with plain_torch():
             try:
@@ -109,7 +111,8 @@ def each_in_plain_torch(items: Iterator[_Item]) -> Iterator[_Item]:
 def steps_in_plain_torch(
     function: Callable[_Params, Iterator[_Item]],
 ) -> Callable[_Params, Iterator[_Item]]:
-    """Decorator of generators: each item is computed in `plain_torch`, whatever the consumer sets."""
+    """Decorator of generator functions: each item is computed with torch's default settings, whatever the
+    consumer sets between two items."""
 
     @functools.wraps(function)
     def stepping(*args: _Params.args, **kwargs: _Params.kwargs) -> Iterator[_Item]:
@@ -142,21 +145,22 @@ def _inference_mode(torch: Any, stack: ExitStack) -> None:
 
 def _fp32_precision(torch: Any, stack: ExitStack) -> None:
     cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
-    for above, operations in (
+    operations_of_library = (
         (torch.backends, (cuda.matmul,)),
         (cudnn, (cudnn.conv, cudnn.rnn)),
         (mkldnn, (mkldnn.matmul, mkldnn.conv, mkldnn.rnn)),
-    ):
+    )
+    for library, operations in operations_of_library:
         for operation in operations:
             precision = operation.fp32_precision
             if precision not in (_PRECISE, "none"):
                 # "none" inherits the setting of the library, or of all libraries; it is restored as "none".
-                inherited = precision in (above.fp32_precision, torch.backends.fp32_precision)
-                stack.callback(setattr, operation, "fp32_precision", "none" if inherited else precision)
+                is_inherited = precision in (library.fp32_precision, torch.backends.fp32_precision)
+                stack.callback(setattr, operation, "fp32_precision", "none" if is_inherited else precision)
                 operation.fp32_precision = _PRECISE
 
 
-_REDUCED = {
+_REDUCED_PRECISION = {
     "allow_fp16_reduced_precision_reduction": True,
     "allow_bf16_reduced_precision_reduction": True,
     "allow_fp16_accumulation": False,
@@ -166,7 +170,7 @@ _REDUCED = {
 
 def _reduced_precision(torch: Any, stack: ExitStack) -> None:
     products = torch.backends.cuda.matmul
-    for name, default in _REDUCED.items():
+    for name, default in _REDUCED_PRECISION.items():
         if (value := getattr(products, name)) != default:
             stack.callback(setattr, products, name, value)
             setattr(products, name, default)
@@ -201,13 +205,13 @@ def _function_modes(torch: Any, stack: ExitStack) -> None:
     # `with torch.device(…)` is a function mode too; `_default_device` neutralises it.
     modes = torch.overrides._get_current_function_mode_stack()
     foreign = [type(mode) for mode in modes if type(mode).__module__ != "torch.utils._device"]
-    _refuse(foreign and f"the function mode {foreign[-1].__name__}", "leave its `with` block")
+    _refuse(foreign and f"the torch function mode {foreign[-1].__name__}", "leave its `with` block")
 
 
 def _dispatch_modes(torch: Any, stack: ExitStack) -> None:
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     foreign = [type(mode) for mode in modes if type(mode).__module__ not in _OBSERVERS]
-    _refuse(foreign and f"the dispatch mode {foreign[-1].__name__}", "leave its `with` block")
+    _refuse(foreign and f"the torch dispatch mode {foreign[-1].__name__}", "leave its `with` block")
 
 
 _INTERRUPTING = ("raise", "call")
@@ -225,12 +229,12 @@ def _numpy_errors(torch: Any, stack: ExitStack) -> None:
 
 def _transforms(torch: Any, stack: ExitStack) -> None:
     is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
-    _refuse(is_transformed and "a transform of torch.func (vmap, grad, …)", "call it outside")
+    _refuse(is_transformed and "a transform of torch.func (vmap, grad, …)", "call mizarr outside of it,")
 
 
 def _saved_tensors(torch: Any, stack: ExitStack) -> None:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    _refuse(hooks and "hooks on saved tensors", "leave their `with` block")
+    _refuse(hooks and "hooks on saved tensors (torch.autograd.graph)", "leave their `with` block")
 
 
 def _module_hooks(torch: Any, stack: ExitStack) -> None:
@@ -244,14 +248,15 @@ def _module_hooks(torch: Any, stack: ExitStack) -> None:
         for hook in getattr(modules, f"_global_{kind}_hooks").values()
     ]
     is_foreign = any(type(getattr(hook, "__self__", None)).__module__ not in _OBSERVERS for hook in hooks)
-    _refuse(is_foreign and "hooks on all torch modules", "remove them")
+    _refuse(is_foreign and "hooks on all torch modules (register_module_forward_hook)", "remove them")
 
 
 def _refuse(setting: Any, remedy: str) -> None:
+    """Raise ConfigError if `setting`, the description of a setting in use, is not empty."""
     if setting:
         raise ConfigError(
-            f"expected torch without {setting}, which may change what is computed; {remedy} before mizarr "
-            "computes"
+            f"the program uses {setting}, which may change results and cannot be switched off; {remedy} "
+            "before mizarr computes"
         )
 
 

@@ -1,5 +1,5 @@
-"""Digest of a function's code and of everything that code reads; the key version of a function without
-`version`.
+"""Digest of a function's code and of everything that code reads: the version, in keys, of a function that is
+declared without one.
 
 The digest is computed from the current state at every call: a global that changed in between gives another
 digest. What is included and what is refused: DESIGN.md, "Functions without a version".
@@ -50,10 +50,10 @@ Tree = list[Any]
 
 
 def code_version(label: str, *parts: Any) -> str:
-    """Digest `code:<16 hex digits>` of functions and plain values: equal only for equal code that reads equal
-    values.
+    """Digest functions by their code and by the values that the code reads: "code:" and 16 hex digits.
 
-    Bytecode is part of the digest, so another minor version of Python gives another one.
+    Two functions have equal digests only if their code is equal and reads equal values. Bytecode is part of
+    the digest, so another minor version of Python gives another one.
 
     Arguments:
         label: Owner of the code, for error messages: "metric 'margin'".
@@ -78,7 +78,7 @@ def code_version(label: str, *parts: Any) -> str:
 
 
 class _Reader:
-    """One walk over all values that some code reads, turning each into nested lists.
+    """Turns a function, and every value that its code reads, into nested lists that can be digested.
 
     Containers, functions and classes are numbered when first met, so that shared and circular references end.
     """
@@ -86,20 +86,25 @@ class _Reader:
     def __init__(self, label: str) -> None:
         self.label = label
         self.trail: list[str] = []
-        self.met: dict[int, tuple[int, Any]] = {}  # keeps the object alive: a freed object's id may be reused
+        # By id: number and object; keeps the object alive, as a freed object's id may be reused.
+        self.met: dict[int, tuple[int, Any]] = {}
 
     def refuse(self, problem: str) -> NoReturn:
-        """Raise StageError naming the code's owner, the unsupported value (`problem`) and its place."""
+        """Raise StageError for a value that has no identity.
+
+        Arguments:
+            problem: The value in words, such as "an open file".
+        """
         where = " of ".join(reversed(self.trail[-2:])) or "its declaration"
         raise StageError(
-            f"{self.label} has no version, so its key contains everything its code reads; expected plain "
-            f"values, arrays, functions and classes, found {problem} in {where}; declare version=… (a number "
-            "that you raise when results change), or pass the value as an argument"
+            f"{self.label} has no version, so its key contains everything its code reads: plain values, "
+            f"arrays, functions and classes can be keyed, found {problem} in {where}; declare version=… (a "
+            "number that you raise when results change), or pass the value as an argument"
         )
 
     @contextmanager
     def inside(self, place: str) -> Iterator[None]:
-        """Context in which error messages name this place, such as "closure 'scale'"."""
+        """Context manager in which error messages name a place in the code, such as "closure 'scale'"."""
         self.trail.append(place)
         try:
             yield
@@ -107,7 +112,7 @@ class _Reader:
             self.trail.pop()
 
     def identity(self, value: Any) -> Tree:
-        """A value as nested lists of text and numbers; the first item of each list names the kind."""
+        """Convert a value to nested lists of text and numbers; the first item of each list names its kind."""
         # Compared by identity: equality of arrays and modules is not a bool, or is slow.
         for refused, reason in _REFUSED:
             if value is refused:
@@ -128,13 +133,13 @@ class _Reader:
             return self.klass(value)
         if isinstance(value, enum.Enum):
             return self.member(value)
-        return self._unlisted(value)
+        return self._library_object_or_instance(value)
 
     def _sorted(self, values: Any) -> Tree:
-        """Identities of the members of a set, in an order independent of hashes. Only scalars, tuples and
-        frozensets.
+        """Identities of the members of a set, in an order that does not depend on hashes.
 
-        A member that gets a number in the walk would make the result depend on the order of the set.
+        Members may be scalars, tuples and frozensets only: other values get a number when first met, so the
+        result would depend on the order of the set.
         """
         for value in values:
             if type(value) is not frozenset and type(value) is not tuple and type(value) not in _SCALARS:
@@ -142,12 +147,12 @@ class _Reader:
         # The order of a set of strings differs between processes (hash randomisation).
         return sorted(map(self.identity, values), key=repr)
 
-    def _unlisted(self, value: Any) -> Tree:
+    def _library_object_or_instance(self, value: Any) -> Tree:
         """Identity of a value whose type is in no table: a library's named object or a user's instance."""
         kind = type(value)
         if not is_library_class(kind) and library_name(value) is None:
             return self._instance(value)
-        if (read := _of_loaded(kind)) is not None:
+        if (read := _reader_of_xarray_or_torch(kind)) is not None:
             return read(self, value)
         if hasattr(kind, "code_parts"):
             return ["declared", *map(self.identity, value.code_parts())]
@@ -158,36 +163,39 @@ class _Reader:
     # -- containers, arrays
 
     def pairs(self, entries: Mapping[Any, Any]) -> Tree:
-        """Keys and values of a mapping in its own order, because code can observe that order."""
+        """Identities of keys and values of a mapping, in its own order, because code can observe that
+        order."""
         return [[self.identity(key), self._named(f"{key!r:.40}", value)] for key, value in entries.items()]
 
     def _named(self, place: str, value: Any) -> Tree:
+        """Identity of a value, with its place for error messages."""
         with self.inside(place):
             return self.identity(value)
 
     def mapping(self, value: Any) -> Tree:
-        """A dictionary, plain or one of the standard library's."""
+        """Identity of a dictionary, plain or one of the standard library's."""
         # A defaultdict behaves differently with another factory.
         factory = self.identity(getattr(value, "default_factory", None))
         return [type(value).__name__, factory, self.pairs(value)]
 
     def sequence(self, value: Any) -> Tree:
-        """A tuple, a list or a deque."""
+        """Identity of a tuple, list or deque."""
         return [type(value).__name__, getattr(value, "maxlen", None), *map(self.identity, value)]
 
     def fields(self, value: Any) -> Tree:
-        """The attributes that `_FIELDS` lists for this type, in that order."""
+        """Identity of an object by the attributes that `_FIELDS` lists for its type, such as a range's."""
         return [
             type(value).__name__,
             *(self._named(name, getattr(value, name)) for name in _FIELDS[type(value)]),
         ]
 
     def reduced(self, value: Any) -> Tree:
-        """The constructor arguments of an `operator` getter or caller, taken from its `__reduce__`."""
+        """Identity of an `operator` getter or caller by its constructor arguments, taken from
+        `__reduce__`."""
         return [type(value).__name__, *map(self.identity, value.__reduce__()[1])]
 
     def array(self, value: Any) -> Tree:
-        """A numpy array by dtype, shape and content."""
+        """Identity of a numpy array by dtype, shape and content."""
         if value.dtype.kind in "OT":  # object and StringDType arrays: the buffer holds pointers
             return ["objects", list(value.shape), *map(self.identity, value.ravel().tolist())]
         # `repr` includes byte order and field names, which `name` omits.
@@ -199,19 +207,18 @@ class _Reader:
         return ["array", kind, list(value.shape), _bytes(np.ascontiguousarray(value).tobytes())]
 
     def numpy_scalar(self, value: Any) -> Tree:
-        """A numpy number with its dtype."""
+        """Identity of a numpy number with its dtype."""
         return ["scalar", *self.array(np.asarray(value))]
 
     def labelled(self, value: Any) -> Tree:
-        """An xarray object by names, labels, attributes and values."""
+        """Identity of an xarray object by names, labels, attributes and values."""
         from ..store.content import content_of
 
         try:
             dataset = value if hasattr(value, "data_vars") else value.rename("values").to_dataset()
             for variable in dataset.variables.values():
-                if variable.dtype.kind == "O" and not all(
-                    isinstance(item, str) for item in variable.values.flat
-                ):
+                is_object = variable.dtype.kind == "O"
+                if is_object and not all(isinstance(item, str) for item in variable.values.flat):
                     raise TypeError(f"objects along {', '.join(map(str, variable.dims))}")
             order = [str(name) for name in dataset.variables]
             name = self.identity(getattr(value, "name", None))
@@ -220,7 +227,7 @@ class _Reader:
             self.refuse(f"a labelled array without a digest ({error})")
 
     def tensor(self, value: Any) -> Tree:
-        """A torch tensor by dtype, shape and content; its device is part of no key."""
+        """Identity of a torch tensor by dtype, shape and content; its device is part of no key."""
         torch = sys.modules["torch"]
         # Sparse and quantised tensors have no plain buffer to digest.
         if value.layout is not torch.strided or value.is_quantized:
@@ -234,7 +241,8 @@ class _Reader:
     # -- functions
 
     def function(self, value: types.FunctionType) -> Tree:
-        """A user's function by code, defaults, attributes, closure and globals; a library's function by name.
+        """Identity of a function: a user's by code, defaults, attributes, closure and globals, a library's by
+        name.
 
         A wrapper made by a library's decorator has no importable name: its code is identified by module and
         qualified name, its closure by content, since that holds the user's function.
@@ -253,7 +261,7 @@ class _Reader:
             return [*tree, *self._reads(value)]
 
     def code(self, value: types.CodeType) -> Tree:
-        """Instructions, constants and names of a code object; without file name and line numbers."""
+        """Identity of a code object by instructions, constants and names, without file name and lines."""
         for name in value.co_names:
             if name in _INTROSPECTION:
                 self.refuse(f"{name!r}, by which code reads variables that it does not name,")
@@ -268,7 +276,7 @@ class _Reader:
         ]  # fmt: skip
 
     def _reads(self, function: types.FunctionType) -> Tree:
-        """Every global and closure cell that a function reads, with the attributes read from modules."""
+        """Identities of every global and closure variable that a function reads, and of its imports."""
         cells = dict(cells_of(function))
         reads = set(reads_of(function.__code__, frozenset(cells)))
         unread = cells.keys() - {read.name for read in reads if read.kind == "closure"}
@@ -289,11 +297,18 @@ class _Reader:
         return tree
 
     def _cell(self, name: str, value: Any) -> Tree:
+        """Name and identity of a closure variable."""
         with self.inside(f"closure {name!r}"):
             return [name, self._followed(value, ())]
 
     def _followed(self, value: Any, chain: Sequence[str]) -> Tree:
-        """Identity of `name.a.b`: attributes are followed through modules; other objects count whole."""
+        """Identity of what code reads as `name.a.b`: attributes of modules are followed, other objects enter
+        whole.
+
+        Arguments:
+            value: Value of the variable `name`.
+            chain: Names of the attributes, ("a", "b").
+        """
         for attribute in chain:
             if not isinstance(value, types.ModuleType):
                 break
@@ -310,21 +325,23 @@ class _Reader:
         if isinstance(value, types.ModuleType):
             if is_library_namespace(vars(value)):
                 return ["module", value.__name__]
-            self.refuse(f"the module {value.__name__!r} as a value, of which anything may be read,")
+            self.refuse(f"the module {value.__name__!r} as a value, from which anything may be read,")
         return self.identity(value)
 
     def _library_member(self, value: Any, name: str) -> Tree:
-        """A member of a library's module: by name, unless it is a number, a text, or set by user code."""
-        refused = any(value is forbidden for forbidden, _ in _REFUSED)
-        recursed = isinstance(value, type | types.FunctionType | types.MethodType | functools.partial)
+        """Identity of a member of a library's module: its name, unless user code may have set the member."""
+        is_refused = any(value is refused for refused, _ in _REFUSED)
+        is_code = isinstance(value, type | types.FunctionType | types.MethodType | functools.partial)
         canonical_name = library_name(value)
-        foreign = canonical_name is None and not is_library_class(type(value))
-        if refused or recursed or foreign or type(value) in _SCALARS or hasattr(type(value), "code_parts"):
+        is_foreign = canonical_name is None and not is_library_class(type(value))
+        has_own_identity = type(value) in _SCALARS or hasattr(type(value), "code_parts")
+        if is_refused or is_code or is_foreign or has_own_identity:
             return self.identity(value)
         return ["library", canonical_name or name]
 
     def _imported(self, function: types.FunctionType, read: Read) -> Tree:
-        """A module or names imported inside a function: a library's by name; a user's names are followed."""
+        """Identity of an import inside a function: a library's by name, of a user's module the imported
+        names."""
         package = function.__globals__.get("__package__") or ""
         name = importlib.util.resolve_name("." * read.level + read.name, package) if read.level else read.name
         if is_library(name):
@@ -345,7 +362,7 @@ class _Reader:
         return tree
 
     def builtin(self, value: Any) -> Tree:
-        """A function written in C: by name; a bound method together with the object it is bound to."""
+        """Identity of a function written in C: its name; of a bound method also the object it is bound to."""
         if (name := library_name(value)) is not None:
             return ["library", name]
         owner = getattr(value, "__self__", None)
@@ -356,7 +373,7 @@ class _Reader:
     # -- classes and instances
 
     def klass(self, value: type) -> Tree:
-        """A user's class: bases, metaclass and all members; a library's class by name."""
+        """Identity of a class: a user's by bases, metaclass and all members, a library's by name."""
         if is_library_class(value):
             return ["library", f"{value.__module__}.{value.__qualname__}"]
         # `__members__` includes aliases, which iteration over the class omits.
@@ -374,6 +391,7 @@ class _Reader:
         return tree
 
     def _attribute(self, attribute: Any) -> Tree:
+        """Identity of an attribute of a class; slots and fields of named tuples have no content."""
         if isinstance(attribute, types.MemberDescriptorType | types.GetSetDescriptorType):
             return ["slot"]
         if type(attribute).__name__ == "_tuplegetter":  # a named tuple's field; its position is in `_fields`
@@ -381,16 +399,17 @@ class _Reader:
         return self.identity(attribute)
 
     def _instance(self, value: Any) -> Tree:
-        """An instance of a user's class: the class and all attributes, those in slots included."""
+        """Identity of an instance of a user's class: the class and all attributes, those in slots
+        included."""
         kind = type(value)
-        foreign = [base for base in kind.__mro__ if is_library_class(base) and not _is_stateless(base)]
-        for base in foreign:
+        library_bases = [base for base in kind.__mro__ if is_library_class(base) and not _is_stateless(base)]
+        for base in library_bases:
             if base not in _BUILTIN_VALUE:
                 self.refuse(
                     f"{_instance_label(kind)}, which inherits from {base.__module__}.{base.__qualname__},"
                 )
         # A subclass may override `__iter__` or `__eq__`; the built-in's own methods see the real content.
-        content = [_BUILTIN_VALUE[base](value) for base in foreign]
+        content = [_BUILTIN_VALUE[base](value) for base in library_bases]
         attributes = dict(getattr(value, "__dict__", {}))
         for base in kind.__mro__:
             for name, slot in vars(base).items():
@@ -400,7 +419,7 @@ class _Reader:
             return ["instance", self.identity(kind), [*map(self.identity, content)], self.pairs(attributes)]
 
     def member(self, value: enum.Enum) -> Tree:
-        """A member of an enumeration: class, name, value and extra attributes."""
+        """Identity of a member of an enumeration: class, name, value and extra attributes."""
         attributes = {
             name: attribute for name, attribute in vars(value).items() if name not in _MEMBER_INTERNALS
         }
@@ -413,7 +432,7 @@ class _Reader:
         ]
 
     def alias(self, value: Any) -> Tree:
-        """A generic alias or union type, such as list[int] or int | None."""
+        """Identity of a generic alias or union type, such as list[int] or int | None."""
         origin = typing.get_origin(value)
         return ["alias", self.identity(origin), *map(self.identity, typing.get_args(value))]
 
@@ -430,11 +449,15 @@ def _bytes(value: bytes) -> str:
 
 
 def _is_stateless(base: type) -> bool:
+    """Whether a library's class adds no content to instances of its subclasses."""
     return base is object or base.__module__ in ("abc", "collections.abc", "typing")
 
 
-def _of_loaded(kind: type) -> Callable[[_Reader, Any], Tree] | None:
-    """The method for xarray and torch objects, None for other types; never imports a library."""
+def _reader_of_xarray_or_torch(kind: type) -> Callable[[_Reader, Any], Tree] | None:
+    """The method that identifies xarray or torch objects of a type; None for other types.
+
+    Never imports a library: without xarray or torch there are no such objects.
+    """
     if (xarray := sys.modules.get("xarray")) and kind in (xarray.DataArray, xarray.Dataset):
         return _Reader.labelled
     if (torch := sys.modules.get("torch")) and kind in (torch.Tensor, torch.nn.Parameter):

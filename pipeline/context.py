@@ -34,17 +34,18 @@ Selection = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Cell:
-    """Cell of a stage: smallest part of a result that is computed and stored at once."""
+    """Cell of a stage: the smallest part of its result that is computed and stored at once, such as a
+    layer."""
 
     selection: Selection
-    """Labels that select the cell's part of the inputs."""
+    """Labels that select the cell's part of the inputs, such as {"layer": 3}."""
     key: ResultKey
     """Key of the cell's result."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Cells that one task computes together because they share work, such as forward passes."""
+    """Cells (parts of a stage's work) that one task computes together because they share forward passes."""
 
     cells: tuple[Selection, ...]
     """Labels of the cells, in order of computation."""
@@ -58,13 +59,13 @@ Work = Callable[[Any, Any, Any], None]
 
 @dataclass
 class Context:
-    """Settings of a run: threads or workers, memory budget and progress bars.
+    """How the parts (cells) of a stage's work are computed: threads or workers, memory budget, progress bars.
 
     Use it as a context manager: on exit it disconnects from the cluster and stops local workers.
     """
 
     threads: int = 1
-    """Threads of this process."""
+    """Number of threads of this process that compute cells."""
     cluster: str | None = None
     """Address of a Dask scheduler; None to compute on this machine."""
     memory: int | None = None
@@ -80,11 +81,11 @@ class Context:
 
     @property
     def has_workers(self) -> bool:
-        """Whether cells are computed by other processes, which read their inputs from the store."""
+        """Whether other processes do the computation; they read their inputs from the store."""
         return self.cluster is not None or self.workers > 1
 
     def require_shared(self, store: Store) -> None:
-        """Check that worker processes can be used.
+        """Check that worker processes can read the store, and that just one kind of workers is configured.
 
         Raises:
             PlanError: Both a cluster and local workers are configured, or the store is in this process's
@@ -92,17 +93,21 @@ class Context:
         """
         if self.cluster is not None and self.workers > 1:
             raise PlanError(
-                f"expected a cluster or workers of this machine, found {self.cluster!r} and {self.workers} "
-                "workers; leave out one of them"
+                f"both a cluster ({self.cluster!r}) and {self.workers} workers of this machine were given; "
+                "leave out cluster= (--cluster) or workers= (--workers)"
             )
         if store.address.startswith("memory://"):
             raise PlanError(
-                f"expected a store that other processes can read, found {store.address}; use a folder or a "
-                "bucket, or run without workers"
+                f"worker processes cannot read the store {store.address}, which is in the memory of this "
+                "process; use a store in a folder or bucket, or run without workers"
             )
 
     def width(self, needs: str = "") -> int:
-        """Number of cells that can run at once; `needs` as in `map`."""
+        """Number of cells (parts of a stage's work) that can be computed at once.
+
+        Arguments:
+            needs: Dask resource ("GPU") that a worker must have, if any worker has it; "" for none.
+        """
         return self._connected().width(needs) if self.has_workers else self.threads
 
     def map(
@@ -115,7 +120,7 @@ class Context:
         peak: int = 0,
         needs: str = "",
     ) -> None:
-        """Call `work(job, store, cell)` for every cell, in any order; returns when all calls have ended.
+        """Compute many cells (parts of one stage's work) in threads or on workers, and wait for all of them.
 
         At the first error no further cell is started. Cells in progress end, cells that ended stay stored,
         and the error is raised with the names of job and cell.
@@ -127,11 +132,11 @@ class Context:
             cells: The work of each task.
             peak: Bytes of memory that one cell needs; it limits how many run at once within the memory
                 budget.
-            needs: Dask resource ("GPU") of which each task takes one, if any worker has it.
+            needs: Dask resource ("GPU") of which each task takes one, if any worker has it; "" for none.
         """
         if not cells:
             return
-        progress = self.progress.task(job.name, total=sum(map(_size, cells)), unit="cells")
+        progress = self.progress.task(job.name, total=sum(map(_n_cells, cells)), unit="cells")
         if self.has_workers:
             self._map_workers(work, job, store, cells, progress, peak, needs)
         else:
@@ -146,19 +151,20 @@ class Context:
         progress: Bar,
         peak: int,
     ) -> None:
+        """Do the work of `map` in threads of this process."""
         from concurrent.futures import ThreadPoolExecutor
 
         from dask.threaded import get
 
         def run_numbered(number: int) -> None:
             run_one(work, job, store, cells[number])
-            progress.advance(_size(cells[number]))
+            progress.advance(_n_cells(cells[number]))
 
         # A graph of independent tasks, in our own names: dask hashes nothing.
         graph = {_task_name(job, cell, number): (run_numbered, number) for number, cell in enumerate(cells)}
         # At least one cell runs; `Plan.check_memory` has refused cells beyond the budget before.
-        affordable = max(1, self.memory // peak) if self.memory and peak else self.threads
-        width = max(1, min(self.threads, affordable, len(cells)))
+        most_in_memory = max(1, self.memory // peak) if self.memory and peak else self.threads
+        width = max(1, min(self.threads, most_in_memory, len(cells)))
         # One BLAS thread per worker thread: nested threads cost more than they give. The pool is our own, so
         # that leaving it waits for cells under way; dask hands it no more than `width` cells at a time.
         with blas_threads(max(1, self.threads // width)), ThreadPoolExecutor(width) as pool:
@@ -174,23 +180,26 @@ class Context:
         peak: int,
         needs: str,
     ) -> None:
+        """Do the work of `map` on worker processes."""
         tasks = [
             Submitted(_task_name(job, cell, number), (run_one, work, job, store, cell))
             for number, cell in enumerate(cells)
         ]
         # Workers of a cluster have memory of their own; the budget is that of this machine.
-        affordable = max(1, self.memory // peak) if self.memory and peak and self.workers else 0
+        most_in_memory = max(1, self.memory // peak) if self.memory and peak and self.workers else 0
         client = self._connected()
-        max_submitted = min(affordable, 2 * client.width(needs)) if affordable else 0
+        # Twice as many tasks as can run, so that no worker waits for the next one.
+        max_submitted = min(most_in_memory, 2 * client.width(needs)) if most_in_memory else 0
         client.run(
             tasks,
-            lambda number: progress.advance(_size(cells[number])),
+            lambda number: progress.advance(_n_cells(cells[number])),
             needs=needs,
             max_submitted=max_submitted,
         )
 
     def _connected(self) -> ClusterClient:
-        """The cluster's client, shared by all nodes of a run; the first call starts local workers."""
+        """Client of the workers, shared by all stages of a run; the first call connects, or starts
+        workers."""
         if self._client is None:
             address = self.cluster
             if address is None:
@@ -209,7 +218,7 @@ class Context:
 
 @plain_torch()
 def run_one(work: Work, job: Any, store: Store, cell: Task) -> None:
-    """Compute one task, in a thread or on a worker; an error is raised again with the names of job and cell.
+    """Compute one task, in a thread or on a worker; errors are raised with the names of job and cell.
 
     Arguments:
         work: Computes and publishes the cell.
@@ -218,7 +227,7 @@ def run_one(work: Work, job: Any, store: Store, cell: Task) -> None:
         cell: The work of the task.
 
     Raises:
-        StageError: `work` raised an error that is no MizarrError; those keep their type.
+        StageError: `work` raised an error that is no MizarrError. A MizarrError keeps its type.
     """
     try:
         work(job, store, cell)
@@ -236,13 +245,13 @@ def _task_name(job: Any, cell: Task, number: int) -> str:
     return f"{job.name}-{cell.key.digest if isinstance(cell, Cell) else f'{number}-{uuid.uuid4().hex}'}"
 
 
-def _size(cell: Task) -> int:
+def _n_cells(cell: Task) -> int:
     """Number of cells that a task computes."""
     return len(cell.cells) if isinstance(cell, Group) else 1
 
 
 def selection_of(cell: Task) -> Selection:
-    """The labels of a task for messages; for a group, ranges from its first to its last cell."""
+    """Labels of the cell or cells that a task computes, for messages; of a group "first to last"."""
     if isinstance(cell, Cell):
         return cell.selection
     if not isinstance(cell, Group):
@@ -260,13 +269,13 @@ _original: list[Any] = []
 
 @contextmanager
 def blas_threads(count: int) -> Iterator[None]:
-    """Context with at most `count` threads per matrix product of numpy; the lowest limit of all open blocks
-    applies.
+    """Context manager: numpy uses at most `count` threads per matrix product.
 
-    The setting belongs to the whole process. The original number of threads is restored when the last block
-    ends: if each block restored the number it met, of two overlapping blocks the later one would leave the
-    other's limit behind for good. The number also affects results: OpenBLAS splits products differently for
-    more threads, and the last bits change (measured: float32, from some 400 rows on).
+    Of several blocks at once the lowest limit applies. The setting belongs to the whole process. The original
+    number of threads is restored when the last block ends: if each block restored the number it found, the
+    later of two overlapping blocks would leave the other's limit behind for good. The number also affects
+    results: OpenBLAS splits products differently for more threads, and the last bits change (measured:
+    float32, from some 400 rows on).
     """
     token = object()
     try:
@@ -288,6 +297,7 @@ def blas_threads(count: int) -> Iterator[None]:
 
 
 def _release_limit(token: object) -> None:
+    """End the limit of one `blas_threads` block; the last one restores the original number of threads."""
     with _lock:
         _requested.pop(token, None)
         if _requested:
@@ -298,6 +308,7 @@ def _release_limit(token: object) -> None:
 
 
 def _limit_blas() -> None:
+    """Apply the lowest of all limits in progress."""
     _libraries(len(sys.modules)).limit(limits=min(_requested.values()), user_api="blas")
 
 

@@ -26,7 +26,7 @@ Dims = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Output:
-    """One output array: dims, unit and description.
+    """Declaration of one output array of a stage or experiment: dims, unit and description.
 
     >>> Output(("kind?", "layer", "head|kv_head")).fits(("layer", "kv_head"))
     True
@@ -43,7 +43,7 @@ class Output:
     """Whether the array is missing for some parameters."""
 
     def fits(self, dims: Sequence[Any]) -> bool:
-        """Whether these dims, in this order, match the declared dims."""
+        """Whether dimension names, in this order, match the declared ones."""
         pattern = ""
         for dim in self.dims:
             alternatives = "|".join(re.escape(name) for name in dim.removesuffix("?").split("|"))
@@ -53,11 +53,11 @@ class Output:
 
     @property
     def attrs(self) -> dict[str, str]:
-        """The xarray attributes `units` and `long_name`."""
+        """The xarray attributes `units` and `long_name` of the array."""
         return {"units": self.unit, "long_name": self.long_name}
 
     def variable(self, values: Any) -> tuple[Dims, Any, dict[str, str]]:
-        """`(dims, values, attrs)`, the form in which `xarray.Dataset` takes a variable."""
+        """The array as `(dims, values, attrs)`, the form in which `xarray.Dataset` takes a variable."""
         return self.dims, values, self.attrs
 
     @property
@@ -68,12 +68,12 @@ class Output:
 
 @dataclass(frozen=True)
 class Declaration:
-    """Everything that a stage or an experiment declares."""
+    """Everything that a stage (cached analysis) or an experiment declares: inputs, parameters, outputs."""
 
     kind: Literal["stage", "experiment"]
     """Whether the function reads stored arrays (stage), or runs a model (experiment)."""
     name: str
-    """Name in keys."""
+    """Name of the stage or experiment in keys."""
     version: int | str
     """Version in keys: a number, or "code:…" for a stage declared without one."""
     home: str
@@ -87,11 +87,11 @@ class Declaration:
     outputs: Mapping[str, Output]
     """Declared output arrays by name."""
     cells: tuple[str, ...] = ()
-    """Axes along which the work is cut into cells."""
+    """Axes along which the work is cut into cells that are computed and stored separately."""
 
     @property
     def input_labels(self) -> dict[str, str]:
-        """Text for each array and resource by name: its dims, "dataset" or "resource"."""
+        """Name of each input -> its dims as text, or "dataset" or "resource"."""
         arrays = {name: "dataset" if dims is None else ", ".join(dims) for name, dims in self.inputs.items()}
         return arrays | dict.fromkeys(self.resources, "resource")
 
@@ -133,7 +133,7 @@ class Declaration:
 
 
 def require_declared(owner: str, declared: Mapping[str, Output], dataset: xr.Dataset) -> None:
-    """Check the variables of a dataset against declared outputs.
+    """Check that a dataset has the declared outputs, with the declared dims and units.
 
     Arguments:
         owner: Owner of the declaration, for messages: "experiment 'x'".
@@ -146,13 +146,15 @@ def require_declared(owner: str, declared: Mapping[str, Output], dataset: xr.Dat
     for name, output in declared.items():
         if name not in dataset.data_vars and not output.is_optional:
             present = ", ".join(map(str, dataset.data_vars)) or "none"
-            raise StageError(f"{owner}, output {name!r}: expected {output.shape}, found none among {present}")
+            raise StageError(
+                f"{owner}: the declared output {name!r} {output.shape} is missing; the dataset has {present}"
+            )
     for key, array in dataset.data_vars.items():
         label = str(key)
         if label not in declared:
             raise StageError(
-                f"{owner}, output {label!r}: expected one of {', '.join(declared)}, found {label!r}"
-                f"{did_you_mean(label, declared)}"
+                f"{owner}: the dataset has an array {label!r} that is not declared; declared are "
+                f"{', '.join(declared)}{did_you_mean(label, declared)}"
             )
         output, unit = declared[label], str(array.attrs.get("units", "1"))
         if not output.fits(array.dims) or unit != output.unit:

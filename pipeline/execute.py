@@ -37,7 +37,7 @@ def run(
     quiet: bool = True,
     log: str | Path | None = None,
 ) -> None:
-    """Compute and store the missing results of these nodes and of all nodes they read from.
+    """Compute and store the results of nodes that are not stored yet, and of all nodes they read from.
 
     May be interrupted at any time and called again.
 
@@ -49,7 +49,7 @@ def run(
         workers: Number of processes of this machine, started for this call and stopped at its end; 0 or 1 for
             none. A script must call it under `if __name__ == "__main__":`, because each worker imports the
             script.
-        threads: Number of threads of this process; None for one per core.
+        threads: Number of threads of this process that compute; None for one per core.
         memory: Memory budget in bytes or as text such as "2GiB"; None for no limit.
         quiet: Whether to show no progress on stderr.
         log: File to which a line of JSON is appended for each step of progress.
@@ -66,7 +66,7 @@ def run(
         as_count(threads, "threads")
     if cluster is not None:
         require_kind(
-            cluster, str, "cluster as an address", "write it such as tcp://127.0.0.1:8786", PlanError
+            cluster, str, "cluster as an address", "write for example tcp://127.0.0.1:8786", PlanError
         )
     store.files.require_store()
     # The whole plan is checked before anything runs, and each step again when sizes are better known.
@@ -78,8 +78,8 @@ def run(
     if store.read_only:
         waiting = [step.name for step in planned.steps if not step.status.is_cached]
         raise ReadOnlyStore(
-            f"{', '.join(waiting)} must run, but {store.address} is open for reading only; "
-            "open it with mode='a'"
+            f"results of {', '.join(waiting)} are not stored yet, and the store {store.address} was opened "
+            "with mode='r'; open it with mode='a'"
         )
     planned.check_memory(budget)
     with (

@@ -26,10 +26,10 @@ a block is a number of samples that are drawn when they are used and never store
 
 @dataclass(frozen=True, eq=False)
 class StageFunction:
-    """A stage's function and its declaration; calling the instance calls the function."""
+    """A stage's function (a cached analysis) and its declaration; calling the instance calls the function."""
 
     name: str
-    """Name in keys; that of a form, if the stage has several."""
+    """Name of the stage in keys; if it accepts several sets of inputs (forms), the name of one of them."""
     version: int | str | None
     """Declared version, raised when results change; None uses a digest of the code (`key_version`)."""
     function: Callable[..., Any]
@@ -49,9 +49,9 @@ class StageFunction:
     source: str = ""
     """SHA-256 of the function's text; `mizarr explain` warns if it changes and `version` does not."""
     forms: Mapping[str, Mapping[str, Dims | None]] = field(default_factory=dict)
-    """Inputs of every form, by the form's name."""
+    """Name of each form (set of inputs that the function accepts) -> dims of its inputs."""
     resources: tuple[str, ...] = ()
-    """Names of the function's parameters that are resources."""
+    """Names of the function's parameters that are resources: files opened for it, such as a dictionary."""
     several_models: bool = False
     """Whether inputs may be activations of different models."""
 
@@ -65,7 +65,8 @@ class StageFunction:
         return code_version(f"stage {self.name!r}", self) if self.version is None else self.version
 
     def code_parts(self) -> list[Any]:
-        """This stage in the digest of code that calls it: the declared version, else the whole stage."""
+        """Values that stand for this stage in the digest of code that calls it: its name and version, or its
+        function and declaration if it has no version."""
         if self.version is not None:
             return [self.name, self.version]
         outputs = [
@@ -74,7 +75,7 @@ class StageFunction:
         return [self.name, self.function, self.combine, list(self.inputs.items()), outputs, self.cells]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the plain function: no checks, and the store is not used."""
+        """Call the plain function, without checks and without the store."""
         return self.function(*args, **kwargs)
 
     def compute(self, inputs: Mapping[str, Any], params: Mapping[str, Any]) -> xr.Dataset:
@@ -102,23 +103,29 @@ class StageFunction:
         return self.labelled(self.function(**arguments, **params))
 
     def labelled(self, result: Any) -> xr.Dataset:
-        """The function's return value as a dataset with the declared names and units."""
+        """Convert the function's return value to a dataset with the declared names and units.
+
+        Raises:
+            StageError: It is no xarray object, or has other outputs than the stage declares.
+            ShapeError: An output has other dims than the stage declares.
+        """
         import xarray as xr
 
         if isinstance(result, xr.DataArray):
             result = result.to_dataset(name=next(iter(self.outputs)))
         if not isinstance(result, xr.Dataset):
             raise StageError(
-                f"stage {self.name!r}: expected a DataArray or Dataset, found {type(result).__name__}"
+                f"the function of stage {self.name!r} returned {type(result).__name__}, expected an xarray "
+                "DataArray or Dataset"
             )
         # The function may have returned one of its inputs, whose attributes must not change.
         dataset = result.copy(deep=False)
         returned = {str(name) for name in dataset.data_vars}
-        needed = {name for name, output in self.outputs.items() if not output.is_optional}
-        if not needed <= returned <= set(self.outputs):
+        required = {name for name, output in self.outputs.items() if not output.is_optional}
+        if not required <= returned <= set(self.outputs):
             raise StageError(
                 f"stage {self.name!r} declares the outputs {', '.join(self.outputs)}, its function returned "
-                f"{', '.join(sorted(returned))}; make them equal"
+                f"{', '.join(sorted(returned))}; change the declaration or the function"
             )
         for name, output in self.outputs.items():
             if name not in returned:
@@ -130,7 +137,7 @@ class StageFunction:
         return dataset
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """One dataset of the results of all cells: by `combine`, or else concatenated along `layer`.
+        """Join the results of all cells into one dataset: by `combine`, or else concatenated along `layer`.
 
         Raises:
             StageError: There are several cells without a `layer` dimension, and no `combine`.
@@ -143,8 +150,9 @@ class StageFunction:
             return parts[0]
         if "layer" not in parts[0].dims:
             raise StageError(
-                f"stage {self.name!r} is cut by layer, expected outputs with that dim, found "
-                f"[{', '.join(map(str, parts[0].dims))}]; give combine=… to join the results of its cells"
+                f"stage {self.name!r} is cut by layer, and its output has no dim 'layer' along which to "
+                f"join, only [{', '.join(map(str, parts[0].dims))}]; declare combine=…, a function that "
+                "joins the results"
             )
         # "minimal", "equals": arrays and labels without a layer dim must be equal in all cells, and are kept
         # once. "override": the attributes are those of the first cell.
@@ -159,7 +167,7 @@ class StageFunction:
         )
 
     def declaration(self) -> Declaration:
-        """The declaration in the form that stages and experiments share."""
+        """Everything that the stage declares, in the form that stages and experiments share."""
         # `__qualname__` includes the class or function around it, which `__name__` omits.
         home = f"{self.function.__module__}.{self.function.__qualname__}"
         return Declaration(
@@ -180,7 +188,8 @@ class StageFunction:
 
 
 def _as_declared(array: Any, dims: Dims, label: str) -> Any:
-    """The array with its dims renamed to the first alternative and transposed to the declared order."""
+    """Rename an array's dims to the first of the declared alternatives, and transpose to the declared
+    order."""
     alternatives = [dim.split("|") for dim in dims]
     renames = {name: names[0] for names in alternatives for name in names if name in array.dims}
     declared = [names[0] for names in alternatives]
@@ -190,7 +199,10 @@ def _as_declared(array: Any, dims: Dims, label: str) -> Any:
 
 
 def _wrong_dims(label: str, array: Any, dims: Dims) -> ShapeError:
+    """Error for an array with other dims than declared; `label` names it, such as "input 'x' of stage
+    'y'"."""
     actual = ", ".join(f"{dim} {size}" for dim, size in array.sizes.items())
     return ShapeError(
-        f"{label}: expected dims [{', '.join(dims)}], found [{actual}]; rename, select or expand"
+        f"{label}: expected dims [{', '.join(dims)}], found [{actual}]; rename dims (.rename), select one "
+        "index of a dim (.isel), or add a dim (.expand_dims)"
     )

@@ -43,14 +43,14 @@ __all__ = [
 ]
 
 EVERY = 0.02
-"""Seconds between samples."""
+"""Seconds between two samples of memory."""
 _STATUS = Path("/proc/self/status")
 _PAGES = Path("/proc/self/statm")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of this process and its accelerators in bytes, at one moment or as a maximum."""
+    """Memory in bytes that this process uses, and its tensors on accelerators, at one moment or at most."""
 
     resident: int | None = None
     """Resident set size of the process; None if the system does not report it."""
@@ -59,16 +59,16 @@ class Memory:
 
     @classmethod
     def now(cls) -> Memory:
-        """Current memory; of torch's memory only that of tensors, without the cache of its allocator."""
+        """Current memory; on accelerators that of tensors only, without the cache of torch's allocator."""
         return cls(resident(), _on_devices("memory_allocated"))
 
     @classmethod
     def ever(cls) -> Memory:
-        """Highest memory since the process began."""
+        """Highest memory since the process began, as the kernel and torch remember it."""
         return cls(_most_resident(), _on_devices("max_memory_allocated"))
 
     def or_more(self, memory: Memory) -> Memory:
-        """The maximum of each field of two values."""
+        """The larger of two values, field by field and device by device."""
         sizes = [size for size in (self.resident, memory.resident) if size is not None]
         device = {
             name: max(self.device.get(name, 0), memory.device.get(name, 0))
@@ -78,7 +78,7 @@ class Memory:
 
 
 class MemoryUsed:
-    """Memory of some work: `before`, `peak` and `after`; during the work `after` is the current memory."""
+    """Memory that the process used `before`, `after` and at the `peak` of some work."""
 
     def __init__(self) -> None:
         self._highest_before = Memory.ever()
@@ -98,16 +98,20 @@ class MemoryUsed:
         return self._peak
 
     def look(self, *, is_end: bool = False) -> None:
-        """Take a sample: `peak` rises to the current memory, or to a new maximum of the process."""
+        """Take a sample: raise `peak` to the current memory, or to a new maximum of the process.
+
+        Arguments:
+            is_end: Whether the work ends now, so that `after` keeps the current memory.
+        """
         now, ever = Memory.now(), Memory.ever()
         highest_before = self._highest_before
-        # The kernel's maximum moved during the work, so it is the exact peak of the work.
+        # If the process's maximum rose during the work, it is the exact peak of the work.
         if ever.resident is not None and ever.resident > (highest_before.resident or 0):
             now = now.or_more(Memory(ever.resident))
-        beyond = {
+        new_maxima = {
             name: most for name, most in ever.device.items() if most > highest_before.device.get(name, 0)
         }
-        self._peak = self._peak.or_more(now).or_more(Memory(None, beyond))
+        self._peak = self._peak.or_more(now).or_more(Memory(None, new_maxima))
         if is_end:
             self._end = Memory.now()
 
@@ -136,8 +140,10 @@ class MemoryUsed:
 
 @contextmanager
 def memory() -> Iterator[MemoryUsed]:
-    """Context that measures the memory of this process: `before`, `after` and `peak`; see the module's
-    docstring.
+    """Context manager: measure the memory that this process uses before, after and at the peak of a block.
+
+    The peak is exact if it is the highest since the process began; otherwise it is the highest of samples
+    taken every 0.02 seconds. Work of other threads in the same time is counted too.
 
     >>> with memory() as used:
     ...     block = bytearray(1 << 20)
@@ -159,7 +165,7 @@ def memory() -> Iterator[MemoryUsed]:
 
 
 def highest_peaks(notes: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Highest peak in several notes of provenance, in bytes: under "resident" and by device."""
+    """Highest peak of memory in several provenance notes: "resident", or a device -> bytes."""
     peaks: dict[str, int] = {}
     for note in notes:
         usage = note.get("memory") or {}
@@ -171,7 +177,7 @@ def highest_peaks(notes: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def megabytes(count: int) -> str:
-    """Bytes as text: "1,234 MB"."""
+    """Format a number of bytes as text: "1,234 MB"."""
     return f"{count / 1e6:,.0f} MB"
 
 
@@ -185,6 +191,8 @@ def resident() -> int | None:
 
 
 def _most_resident() -> int | None:
+    """Highest resident set size of this process since it began, in bytes; None if the system does not
+    tell."""
     try:
         # VmHWM, the peak resident size in KiB, exists only on Linux.
         return int(_STATUS.read_text().partition("VmHWM:")[2].split()[0]) << 10
@@ -200,11 +208,12 @@ def _most_resident() -> int | None:
 
 @cache
 def _page() -> int:
+    """Bytes of a page of memory."""
     return os.sysconf("SC_PAGE_SIZE")
 
 
 def _on_devices(function: str) -> dict[str, int]:
-    """Result of a function of `torch.cuda` for each CUDA device; empty if this process has not used CUDA."""
+    """CUDA device -> result of a function of `torch.cuda`; empty if this process has not used CUDA."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_initialized():
@@ -244,12 +253,12 @@ def _sample_all() -> None:
 
 
 Took = Callable[[], dict[str, Any]]
-"""Returns {"seconds": …, "setup_seconds": …, "memory": …} of the work so far, as plain values. seconds: wall
-time, set-up included. setup_seconds: the part spent in `setting_up`."""
+"""Function that returns {"seconds": …, "setup_seconds": …, "memory": …} of the work so far, as plain values.
+seconds: wall time, set-up included. setup_seconds: the part spent in `setting_up`."""
 
 
 class _Setup:
-    """Seconds of set-up within one measurement."""
+    """Counter of the seconds of set-up (such as reading weights) within one measurement."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -261,7 +270,7 @@ _SETUPS: list[_Setup] = []
 
 @contextmanager
 def measured() -> Iterator[Took]:
-    """Context that measures wall time and memory; gives a function that returns both so far."""
+    """Context manager: measure wall time and memory of a block; gives a function that returns both so far."""
     started, setup = time.monotonic(), _Setup()
 
     def took() -> dict[str, Any]:
@@ -278,10 +287,10 @@ def measured() -> Iterator[Took]:
 
 @contextmanager
 def setting_up() -> Iterator[None]:
-    """Context whose time counts as set-up in every measurement in progress.
+    """Context manager: count the time of a block as set-up in every measurement in progress.
 
-    Set-up (reading the weights of a model) takes the same time for little and much work; estimates scale only
-    the remaining time.
+    Set-up, such as reading the weights of a model, takes the same time for little and for much work, so
+    estimates of later runs scale only the remaining time.
     """
     started = time.monotonic()
     try:

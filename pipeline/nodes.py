@@ -41,14 +41,14 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Status:
-    """Whether a node's result is stored."""
+    """Whether the result of a node of a workflow's graph is stored, and why not."""
 
     is_cached: bool
     """Whether the whole result is stored."""
     reason: str = ""
-    """Why the node will run; empty if it is cached."""
+    """Why the node will run, such as "parameter k changed"; empty if it is cached."""
     cells: int = 1
-    """Number of cells that the node is cut into; 1 for a node without cell axes."""
+    """Number of cells (parts computed and stored separately) of the node; 1 if it is not cut."""
     cells_cached: int = 0
     """Number of these cells that are stored."""
     warning: str = ""
@@ -57,7 +57,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Expected cost of a run."""
+    """Expected cost of computing a node: bytes, memory and seconds."""
 
     bytes_read: int = 0
     """Bytes of the arrays that the missing cells read."""
@@ -70,11 +70,11 @@ class Estimate:
     work: str = ""
     """One sentence on the runs and forward passes of an experiment; empty for other nodes."""
     setup_seconds: float = 0.0
-    """Seconds to read the model, which the steps of a plan share."""
+    """Seconds to read the model, which all steps of a plan do only once."""
 
 
 class Part:
-    """A piece of a node's result: its content digest, its size, and a function that loads it.
+    """A piece of a node's result, such as one layer: its content digest, its size, and how to load it.
 
     Arguments:
         content: Digest of everything that `load` returns, labels included; or a function that computes the
@@ -110,7 +110,7 @@ class Part:
 
 @runtime_checkable
 class Node(Protocol):
-    """Protocol of the nodes of a workflow's graph.
+    """A step in the graph of a workflow: knows its inputs and cost, whether its result is stored, how to run.
 
     Planning (`status`, `estimate`, `labels`) computes nothing, loads no model and works on a read-only store.
     On a cluster, the task of a stage carries the nodes it reads from: a pickled node consists of names and
@@ -124,11 +124,11 @@ class Node(Protocol):
 
     @property
     def pinned(self) -> Sequence[Pinned]:
-        """Resources beside the inputs that must not change while the node runs."""
+        """Files or weights, beside the inputs, that must not change while the node runs."""
         ...
 
     def status(self, store: Store) -> Status:
-        """Whether the result is stored; the store is read again at every call.
+        """Look up whether the result is stored; the store is read again at every call.
 
         Raises:
             SourceChanged: A resource in `pinned` no longer has the content that the key states.
@@ -136,14 +136,14 @@ class Node(Protocol):
         ...
 
     def estimate(self, store: Store) -> Estimate:
-        """Expected cost of computing the missing cells; zeros if the result is cached."""
+        """Expected cost of computing the parts of the result that are not stored; zeros if it is cached."""
         ...
 
     def labels(self, store: Store, axis: str) -> list[Any]:
-        """Labels along a cell axis: indices for "layer" and "block", (start, stop) token ranges for
-        "segment".
+        """Labels along an axis by which work is cut into cells.
 
-        Empty if the node has no such axis or does not know its labels yet.
+        They are numbers for "layer" and "block", token ranges (start, stop) for "segment"; empty if the node
+        has no such axis or does not know its labels yet.
 
         Arguments:
             store: The store that holds the result.
@@ -152,12 +152,12 @@ class Node(Protocol):
         ...
 
     def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
-        """A piece of the stored result.
+        """A piece of the stored result, such as one layer of one variable.
 
         Arguments:
             store: The store that holds the result.
-            variable: One variable of the dataset; None for all.
-            selection: Labels by cell axis; axes that the node does not have are ignored.
+            variable: Name of one variable of the dataset; None for all.
+            selection: Labels by cell axis, such as {"layer": 3}; axes that the node lacks are ignored.
         """
         ...
 
@@ -166,10 +166,10 @@ class Node(Protocol):
         ...
 
     def run(self, store: Store, context: Context) -> None:
-        """Compute and store the missing cells, in the calling thread or through `context.map`.
+        """Compute and store the missing parts (cells) of the result, here or through `context.map`.
 
-        All inputs must be stored. Each cell is published as soon as it is computed, so a run that is killed
-        can be resumed by another call.
+        All inputs must be stored. Each cell is stored as soon as it is computed, so a run that is killed can
+        be resumed by another call.
 
         Arguments:
             store: The store to read inputs from and write results to.
@@ -178,10 +178,11 @@ class Node(Protocol):
         ...
 
     def open(self, store: Store) -> xr.Dataset:
-        """The stored result, labelled and lazy.
+        """Open the stored result, labelled and lazy.
 
         Raises:
-            StageError, or EntryNotFound for a captured run: the result is not complete.
+            StageError: The result is not stored.
+            EntryNotFound: The captured run is not complete.
         """
         ...
 
@@ -190,12 +191,12 @@ class Node(Protocol):
 
 # A ContextVar: each thread that computes cells takes looks of its own.
 _MEMO: ContextVar[dict[Any, Any] | None] = ContextVar("mizarr-look", default=None)
-"""Results of the functions decorated with `remembered` within the current `one_look`; None outside of one."""
+"""Results of functions decorated with `remembered` within the current `one_look` block; None outside."""
 
 
 @contextmanager
 def one_look() -> Iterator[None]:
-    """Context in which each node is looked up in the store once, however many other nodes read it.
+    """Context manager in which each node is looked up in the store once, however many other nodes read it.
 
     Without it a chain of n stages would need 2^n lookups: a status needs the keys of the inputs, and a key
     needs their status.
@@ -214,7 +215,7 @@ def one_look() -> Iterator[None]:
 def remembered(
     function: Callable[Concatenate[S, Store, P], T],
 ) -> Callable[Concatenate[S, Store, P], T]:
-    """Decorator of a method or function of (node, store): its result is cached within `one_look`."""
+    """Decorator of a function of (node, store, ...): within a `one_look` block its result is cached."""
 
     @wraps(function)
     def cached(node: S, store: Store, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -233,18 +234,18 @@ def remembered(
 
 @remembered
 def status_of(node: Node, store: Store) -> Status:
-    """Status of a node, looked up once within `one_look`; arguments and errors as `Node.status`."""
+    """Whether a node's result is stored; looked up only once within a `one_look` block."""
     return node.status(store)
 
 
 @remembered
 def estimate_of(node: Node, store: Store) -> Estimate:
-    """Estimate of a node, made once within `one_look`; arguments as `Node.estimate`."""
+    """Expected cost of a node's missing work; computed only once within a `one_look` block."""
     return node.estimate(store)
 
 
 def check_pinned(node: Node) -> None:
-    """Check the pinned resources of a node, each once within `one_look`.
+    """Check that the files and weights that a node reads are unchanged; each only once in a `one_look` block.
 
     Raises:
         SourceChanged: A resource no longer has the content that the key states.
@@ -263,7 +264,7 @@ def check_pinned(node: Node) -> None:
 
 @dataclass(frozen=True)
 class Port:
-    """A node's dataset, or one variable of it, as the input of a stage."""
+    """An input of a stage: the dataset of a node, or one variable of it."""
 
     node: Node
     """Node whose result is read."""
@@ -271,23 +272,31 @@ class Port:
     """Name of the variable that is read; None for the whole dataset."""
 
     def part(self, store: Store, selection: Selection) -> Part:
-        """A piece of the dataset or variable; arguments as for `Node.part`."""
+        """A piece of the dataset or variable.
+
+        Arguments:
+            store: The store that holds the result.
+            selection: Labels by cell axis, such as {"layer": 3}; axes that the node lacks are ignored.
+        """
         return self.node.part(store, self.variable, selection)
 
 
 class Ports:
-    """Base class of nodes: `node["variable"]` gives a port. No resource is pinned, any worker may compute."""
+    """Base class of nodes: `node["variable"]` gives one variable as an input of a stage.
+
+    By default a node reads no pinned files, and worker processes may compute it.
+    """
 
     def __getitem__(self, variable: str) -> Port:
         return Port(self, variable)  # type: ignore[arg-type]  # every subclass is a Node
 
     @property
     def pinned(self) -> Sequence[Pinned]:
-        """See `Node`."""
+        """Files or weights that must not change while the node runs: none."""
         return ()
 
     def require_workers(self, context: Context) -> None:
-        """See `Node`."""
+        """Raise PlanError if worker processes cannot compute this node; by default they can."""
 
 
 # -- nodes with one stored result
@@ -307,34 +316,36 @@ class ResultNode(Ports, ABC):
 
     @abstractmethod
     def status(self, store: Store) -> Status:
-        """See `Node`."""
+        """Look up whether the result is stored."""
 
     @abstractmethod
     def estimate(self, store: Store) -> Estimate:
-        """See `Node`."""
+        """Expected cost of computing the result; zeros if it is stored."""
 
     @abstractmethod
     def run(self, store: Store, context: Context) -> None:
-        """See `Node`."""
+        """Compute and store the result; all inputs must be stored."""
 
     def labels(self, store: Store, axis: str) -> list[Any]:
-        """See `Node.labels`: empty for "segment", as results are not stored in segments."""
+        """Numbers along the axis "layer" or "block" of the stored result; empty for "segment", by which
+        results are not stored."""
         if axis == "segment" or self.record(store) is None:
             return []
         return indices_along(self.open(store), axis)
 
     @remembered
     def record(self, store: Store) -> Record | None:
-        """Store record published under the key; None while the result is not stored."""
+        """Record of the stored result; None while it is not stored."""
         key = self.key(store)
         return None if key is None else store.lookup(key)
 
     def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
-        """See `Node.part`: cut by layer, block and token range if the result has those axes."""
+        """A piece of the stored result: of one variable (None: of all), cut by layer, block and token
+        range."""
         return cut(self._stored(store).content, lambda: self.open(store), variable, selection)
 
     def open(self, store: Store) -> xr.Dataset:
-        """The stored result, lazy; a shallow copy that the caller may change. StageError if missing."""
+        """Open the stored result, lazy; a shallow copy that the caller may change. StageError if missing."""
         return self._opened(store).copy(deep=False)
 
     @remembered
@@ -350,30 +361,33 @@ class ResultNode(Ports, ABC):
         note: Mapping[str, Any],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Store a result under its key.
+        """Store a result under its key, if the files that it was computed from are unchanged.
 
         Arguments:
             store: The store to write to.
             key: Key of the result.
             dataset: The result.
-            note: Provenance of the result.
+            note: Provenance of the result, as plain values.
             check: Further check before publication; raises if the result must not be published.
 
         Raises:
             SourceChanged: A resource in `pinned` changed since it was opened; nothing is stored.
         """
 
-        def unchanged() -> None:
+        def require_unchanged() -> None:
             for resource in self.pinned:
                 resource.check()
             check()
 
-        store.put_result(key, dataset, provenance=note, confirm=unchanged)
+        store.put_result(key, dataset, provenance=note, confirm=require_unchanged)
 
     def _stored(self, store: Store) -> Record:
+        """Record of the stored result; StageError if it is not stored."""
         record = self.record(store)
         if record is None:
-            raise StageError(f"{self.name} is not stored in {store.address}; run the workflow first")
+            raise StageError(
+                f"the result of {self.name} is not stored in {store.address}; run the workflow first"
+            )
         return record
 
 
@@ -385,7 +399,7 @@ def cut(
     *,
     changes: bool = False,
 ) -> Part:
-    """A piece of a dataset whose content digest is known.
+    """Make a `Part`, a piece of a dataset that is identified by a content digest.
 
     The whole dataset is identified by its content, and the reader's key names the variable that is read. A
     piece cut along an axis is identified by its own bytes: a result that grows by one layer leaves the
@@ -394,8 +408,8 @@ def cut(
     Arguments:
         content: Content digest of the whole dataset.
         load: Returns the whole dataset.
-        variable: One variable; None for all.
-        selection: Labels by cell axis; axes that the dataset does not have are ignored.
+        variable: Name of one variable; None for all.
+        selection: Labels by cell axis, such as {"layer": 3}; axes that the dataset lacks are ignored.
         changes: Whether the data that `load` reads may change, so that the part must be digested again before
             publication.
     """
@@ -406,8 +420,8 @@ def cut(
             if variable not in dataset.data_vars:
                 names = [str(name) for name in dataset.data_vars]
                 near = nearest(variable, names)
-                hint = f"; nearest is {near!r}" if near else ""
-                raise StageError(f"expected a variable {variable!r}, found {', '.join(names)}{hint}")
+                hint = f"; did you mean {near!r}?" if near else ""
+                raise StageError(f"the dataset has no variable {variable!r}, only {', '.join(names)}{hint}")
             dataset = dataset[[variable]]
         # A one-element list keeps the dim, which the declaration of the stage requires.
         for axis in ("layer", "block"):
@@ -430,8 +444,9 @@ def cut(
     def check() -> None:
         if changes and (current := current_content()) != part.content:
             raise SourceChanged(
-                f"expected an array as it was when it was given ({part.content[:19]}), found it changed "
-                f"({current[:19]}): its lazily read data was overwritten; call .load() first, or start again"
+                f"an input array changed while the workflow ran (content {part.content[:19]}, now "
+                f"{current[:19]}), because the file that it is lazily read from was overwritten; call "
+                ".load() on the array first, or start again"
             )
 
     part = Part(current_content if selection else content, read, size, (content,), check)
@@ -439,7 +454,7 @@ def cut(
 
 
 def indices_along(dataset: xr.Dataset, axis: str) -> list[int]:
-    """Indices along a cell axis of a dataset; empty if it has no such axis.
+    """Numbers along the axis "layer" or "block" of a dataset; empty if it has no such axis.
 
     Arguments:
         dataset: The dataset.
@@ -449,6 +464,10 @@ def indices_along(dataset: xr.Dataset, axis: str) -> list[int]:
 
 
 def _index(axis: str, indices: list[int], index: int) -> int:
+    """Position of a layer or block number among the numbers that an input has; StageError if it lacks it."""
     if index not in indices:
-        raise StageError(f"expected {axis} {index}, found {axis}s {', '.join(map(str, indices))}")
+        raise StageError(
+            f"an input has no {axis} {index}, only the {axis}s {', '.join(map(str, indices))}; run the "
+            "workflow again"
+        )
     return indices.index(index)

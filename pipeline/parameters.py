@@ -1,4 +1,4 @@
-"""Stage parameters: the record that enters a key, and the copies that the stage's function gets.
+"""Stage parameters: their encoding in keys (the record), and the copies that the stage's function gets.
 
 Any two values that Python code can distinguish have different records: a tuple and a list, `np.uint8(200)`
 and 200, 0.0 and -0.0, an enum member and its name, mappings in another order. A function may compute
@@ -31,14 +31,15 @@ NUMPY_NUMBERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in 
 def parameter_records(
     params: Mapping[str, Any], fallback: Callable[[Any], Any] | None = None
 ) -> dict[str, Any]:
-    """The record of each parameter by name.
+    """Encode the parameters of a stage as JSON values for its key, by name.
 
     Arguments:
         params: Value of each parameter by name.
-        fallback: As for `parameter_record`.
+        fallback: Encodes a value of a type that has no encoding here; None refuses such values.
 
     Raises:
-        TypeError, ValueError: As `parameter_record`; the message names the parameter.
+        TypeError: A value has a type that cannot be in a key; the message names the parameter.
+        ValueError: NaN, infinity, an integer beyond 2**53, invalid text, or a value nested too deeply.
     """
     records = {}
     for name, value in params.items():
@@ -47,21 +48,21 @@ def parameter_records(
             # Lone surrogates are valid in str but not in UTF-8, which the digest uses.
             canonical_json(records[name]).encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{name}: expected text that UTF-8 can hold, found {value!r:.80}") from error
+            raise ValueError(f"{name}: text that cannot be encoded as UTF-8, {value!r:.80}") from error
         except RecursionError as error:
-            raise ValueError(f"{name}: expected a value that ends, found one nested too deep") from error
+            raise ValueError(f"{name}: a value that contains itself or is nested too deeply") from error
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
     return records
 
 
 def _refuse(value: Any) -> Any:
-    """Raise TypeError: values of this type have no record."""
-    raise TypeError(f"{_remedy(value)}, found {type(value).__name__} {value!r:.80}")
+    """Raise TypeError for a value of a type that cannot be in a key."""
+    raise TypeError(f"{_expectation(value)}, found {type(value).__name__} {value!r:.80}")
 
 
 def parameter_record(value: Any, fallback: Callable[[Any], Any] = _refuse) -> Any:
-    """JSON values that differ for any two values that differ in type, content or order.
+    """Encode a value as JSON so that any two values of different type, content or order differ.
 
     Numbers, booleans, None, text and lists are recorded as themselves; other values as a mapping of one
     entry, whose name states the type: {"tuple": [0, 1]}, {"numpy": ["uint8", 200]}, {"dict": [["q_proj",
@@ -70,7 +71,7 @@ def parameter_record(value: Any, fallback: Callable[[Any], Any] = _refuse) -> An
     Arguments:
         value: None, bool, int, float, str, list, tuple, dict with names as keys, an enum member, a numpy
             number or numpy dtype of numbers.
-        fallback: Makes the record of a value of another type; by default such a value is refused.
+        fallback: Encodes a value of another type; by default such a value is refused.
 
     Raises:
         TypeError: The value has another type; subclasses of the above are other types.
@@ -82,6 +83,7 @@ def parameter_record(value: Any, fallback: Callable[[Any], Any] = _refuse) -> An
     # NaN differs from itself, and JSON has no infinity.
     if kind is float and not math.isfinite(value):
         raise ValueError(f"expected a finite number, found {value}")
+    # Text and floats that JSON would write alike get a tag.
     if kind is float or kind is str:
         return exact(value)
     if kind is list:
@@ -103,13 +105,15 @@ def parameter_record(value: Any, fallback: Callable[[Any], Any] = _refuse) -> An
 
 
 def parameter_copy(value: Any) -> Any:
-    """A copy that shares no mutable object with `value`, and in which no mutable object occurs twice.
+    """Copy a parameter so that changes to the copy do not reach the original.
+
+    No list or dict occurs twice within the copy.
 
     `copy.deepcopy` would keep a list that occurs twice as one object, and no record distinguishes that from
     two equal lists.
 
     Arguments:
-        value: A value that has a record.
+        value: A value that `parameter_record` accepts.
     """
     kind = type(value)
     if kind is list or kind is tuple:
@@ -120,8 +124,9 @@ def parameter_copy(value: Any) -> Any:
 
 
 def _name(name: Any) -> Any:
+    """Encode a key of a dict, which must be a str."""
     if type(name) is not str:
-        raise TypeError(f"expected str as keys of a dict, found {type(name).__name__} {name!r:.80}")
+        raise TypeError(f"expected a dict with keys of type str, found {type(name).__name__} {name!r:.80}")
     return parameter_record(name)
 
 
@@ -129,16 +134,19 @@ def _enum_value(member: enum.Enum) -> Any:
     """The value of an enum member; TypeError for a list or dict, which could be changed."""
     value = member.value
     if isinstance(value, list | dict):
-        raise TypeError(f"expected an enum of constant values, found {member!r:.80}; make its value a tuple")
+        raise TypeError(
+            f"expected an enum member with a constant value, found {member!r:.80}, whose value can be "
+            "changed; make its value a tuple"
+        )
     return value
 
 
-def _remedy(value: Any) -> str:
-    """Expected type, and the replacement to use, for a value without a record."""
+def _expectation(value: Any) -> str:
+    """Start of a message on a value that cannot be in a key: what is expected in its place."""
     if isinstance(value, set | frozenset):
-        return "expected a list or tuple (the order of a set differs between processes: sorted(…))"
+        return "expected a list or tuple, such as sorted(…), as the order of a set differs between processes"
     if isinstance(value, np.ndarray) or hasattr(value, "dims"):
-        return "expected plain values (an array is an input of the stage, or .tolist() where it is short)"
+        return "expected plain values (give an array as an input of the stage, a short one as .tolist())"
     if isinstance(value, bool | int | float | str | list | tuple | Mapping):
-        return "expected a plain bool, int, float, str, list, tuple or dict, not a class made from one"
+        return "expected a plain bool, int, float, str, list, tuple or dict, not an instance of a subclass"
     return "expected plain values (numbers, text, lists, tuples, dicts with names as keys)"

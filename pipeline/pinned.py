@@ -1,4 +1,4 @@
-"""Pinned resources: what must not change while a command runs, such as the files of a checkpoint.
+"""Pinned resources: files or weights that must not change while a command runs, such as a checkpoint's.
 
 A key holds the digest of such files as they were when a command was planned; they are read later. So every
 node names its resources (`pinned`): each is opened once, and checked when the node is looked up and before
@@ -28,7 +28,7 @@ MOST_OPEN = 2
 
 
 class Pinned(Protocol):
-    """Protocol of a resource (files, or weights in memory) that must not change while a command runs."""
+    """Files, or weights in memory, that must not change while a command runs."""
 
     def check(self) -> None:
         """Raise SourceChanged if the content differs from the digest in the keys of the running command."""
@@ -47,7 +47,7 @@ class PinnedResource(Pinned, Protocol):
         ...
 
     def open(self) -> AbstractContextManager[Any]:
-        """Context that gives the object for the function, opened once per process.
+        """Context manager that gives the opened object for the stage's function, opened once per process.
 
         Raises:
             SourceChanged: The files do not have the content that `identity` states.
@@ -56,16 +56,16 @@ class PinnedResource(Pinned, Protocol):
 
 
 class _Fingerprint(NamedTuple):
-    """Fingerprint of a file."""
+    """State of a file, by which a later change is noticed."""
 
     state: str
-    """Stamp (device, inode, size, mtime, ctime) and a digest of blocks of it."""
+    """Stamp (device, inode, size, mtime, ctime), and a digest of sixteen blocks of the file."""
     content: str | None
     """Digest of the whole file, if a later change might leave `state` as it is; else None."""
 
 
 class PinnedFiles:
-    """Files that must not change until `check`.
+    """Files that a command reads and that must not change before `check` is called.
 
     Each file is fingerprinted before it is first read, so everything read until `check` is of one content. A
     change that was undone is detected too, because it moves the file's time stamp.
@@ -105,13 +105,15 @@ class PinnedFiles:
 
     @property
     def are_settled(self) -> bool:
-        """Whether the stamp and sampled blocks of every file are certain to show its next change."""
+        """Whether the next change of any file is certain to be noticed without reading the file whole."""
         return all(fingerprint.content is None for fingerprint in self._fingerprints.values())
 
     def check(self) -> None:
         """Raise SourceChanged, naming a file, if a file no longer has the fingerprint that `note` took."""
         if (path := self._first_changed()) is not None:
-            raise SourceChanged(f"expected {self.name} as it was, found another {path.name}: {self.advice}")
+            raise SourceChanged(
+                f"the file {path.name} of {self.name} changed while the command ran; {self.advice}"
+            )
 
     @property
     def have_changed(self) -> bool:
@@ -119,17 +121,14 @@ class PinnedFiles:
         return self._first_changed() is not None
 
     def _first_changed(self) -> Path | None:
-        return next(
-            (
-                path
-                for path, fingerprint in list(self._fingerprints.items())
-                if not _is_same(path, fingerprint)
-            ),
-            None,
-        )
+        """Path of a file that has changed; None if none has."""
+        fingerprints = list(self._fingerprints.items())
+        changed = (path for path, fingerprint in fingerprints if not _is_unchanged(path, fingerprint))
+        return next(changed, None)
 
 
-def _is_same(path: Path, fingerprint: _Fingerprint) -> bool:
+def _is_unchanged(path: Path, fingerprint: _Fingerprint) -> bool:
+    """Whether a file still has its fingerprint; False if it cannot be read."""
     current = _state(path)
     if current is None or current[0] != fingerprint.state:
         return False
@@ -139,7 +138,8 @@ def _is_same(path: Path, fingerprint: _Fingerprint) -> bool:
 
 
 def _state(path: Path) -> tuple[str, bool] | None:
-    """`FileDigests.state` of a regular file; None for an unreadable file, a folder or a pipe."""
+    """State of a file, and whether its next change is certain to change the state; None if it cannot be
+    read."""
     with suppress(OSError):
         return FileDigests.state(path) if path.is_file() else None
     return None
@@ -161,25 +161,25 @@ _OPENING = threading.RLock()
 
 
 class FileResource(ABC):
-    """Base class of a `PinnedResource` stored in files, opened once per process.
+    """Base class of a resource stored in files, such as a dictionary of features, opened once per process.
 
     Subclasses are frozen dataclasses of names and digests.
     """
 
     @abstractmethod
     def identity(self) -> dict[str, Any]:
-        """See `PinnedResource`."""
+        """Plain values that identify the content of the files, and enter the key of a result."""
 
     @abstractmethod
     def opened_anew(self) -> OpenResource:
-        """Open the files.
+        """Open the files, without a look at resources that are open already.
 
         Raises:
             SourceChanged: The files do not have the content that `identity` states.
         """
 
     def opened_as(self, opened: OpenResource) -> Self:
-        """This resource with an object that the planning code has opened already.
+        """Use an object that the planning code has opened already; returns this resource.
 
         The caller must not share the object with a user, who might edit it.
         """
@@ -188,7 +188,8 @@ class FileResource(ABC):
 
     @contextmanager
     def open(self) -> Iterator[Any]:
-        """Context that gives the object. Raises SourceChanged like `check`, before and after the block."""
+        """Context manager that gives the opened object; SourceChanged if a file changed before or during the
+        block."""
         self.check()
         yield self._opened.value
         self.check()
@@ -202,6 +203,7 @@ class FileResource(ABC):
         return vars(self).get("_open") or self._share(self.opened_anew)
 
     def _share(self, make: Callable[[], OpenResource]) -> OpenResource:
+        """The object that this process has open for an equal resource, or else the one that `make` opens."""
         with _OPENING:
             opened = _OPEN.pop(self, None)
             # A resource whose files were replaced is opened again.

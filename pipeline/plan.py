@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """One node of a plan: its status in the store and the estimate of its missing work."""
+    """One step of a plan, a stage or capture: whether its result is stored, and the expected cost
+    otherwise."""
 
     name: str
     """Name of the node."""
@@ -34,7 +35,7 @@ class Step:
 
     @property
     def state(self) -> str:
-        """ "cached", or "will run because …"."""
+        """State as text: "cached", or "will run because …"."""
         work = f": {self.estimate.work}" if self.estimate.work else ""
         state = "cached" if self.status.is_cached else f"will run because {self.status.reason}{work}"
         return f"{state} ({self.status.warning})" if self.status.warning else state
@@ -46,10 +47,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """Status and cost of each node that a run would visit, inputs first."""
+    """What a run of a workflow would do, step by step: state and expected cost of each step."""
 
     steps: tuple[Step, ...]
-    """One step per node, inputs before the nodes that read them."""
+    """The steps in order, each after the steps whose results it reads."""
 
     @property
     def is_cached(self) -> bool:
@@ -68,7 +69,8 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Largest memory of any one cell, in bytes; a step of unknown size counts as 0."""
+        """Largest memory that any part of a step computed at once needs, in bytes; unknown ones count as
+        0."""
         return max((step.estimate.peak_bytes for step in self.steps), default=0)
 
     @property
@@ -85,16 +87,20 @@ class Plan:
         return round(work + max((estimate.setup_seconds for estimate in estimates), default=0.0), 3)
 
     def check_memory(self, budget: int | None) -> None:
-        """Check the largest cell of each step against a memory budget in bytes (None: no limit).
+        """Check that every step fits a memory budget.
+
+        Arguments:
+            budget: Bytes of memory; None for no limit.
 
         Raises:
-            PlanError: A step needs more; the message names its node.
+            PlanError: The largest part of a step that is computed at once needs more.
         """
         for step in self.steps:
             if budget is not None and step.estimate.peak_bytes > budget:
                 raise PlanError(
-                    f"{step.name} needs about {human_bytes(step.estimate.peak_bytes)} of memory at once, the "
-                    f"budget is {human_bytes(budget)}; raise --memory, or capture with smaller segments"
+                    f"the step {step.name} needs about {human_bytes(step.estimate.peak_bytes)} of memory at "
+                    f"once, and --memory (memory=) allows {human_bytes(budget)}; allow more, or capture with "
+                    "smaller segments"
                 )
 
     def to_json(self) -> dict[str, Any]:
@@ -109,7 +115,11 @@ class Plan:
         }
 
     def rows(self) -> list[tuple[str, str, str, str, str, str, str]]:
-        """(stage, state, cells done, bytes read, bytes written, peak memory, time) of each step, as text."""
+        """Table of the plan as text, a row per step.
+
+        Returns:
+            Per step (name, state, cells stored / all cells, bytes read, bytes written, peak memory, time).
+        """
         rows = []
         for step in self.steps:
             status, cost = step.status, step.estimate
@@ -120,21 +130,24 @@ class Plan:
         return rows
 
     def _repr_html_(self) -> str:
-        """Table for a notebook: one row per step, and totals."""
-        columns = ["stage", "state", "cells", "read", "written", "peak memory", "time"]
+        """HTML table for a notebook: one row per step, and totals as the caption."""
+        columns = ["stage", "state", "cells stored", "reads", "writes", "peak memory", "expected time"]
         sizes = [human_bytes(size) or "nothing" for size in (self.bytes_read, self.bytes_written)]
-        seconds = "" if self.seconds is None else f"; {self.seconds:.3g} s as last time"
-        totals = "all cached" if self.is_cached else f"{sizes[0]} read, {sizes[1]} written{seconds}"
+        seconds = (
+            "" if self.seconds is None else f"; takes about {self.seconds:.3g} s, judged by earlier runs"
+        )
+        work = f"All steps together: read {sizes[0]}, write {sizes[1]}{seconds}."
+        totals = "All results are stored already; nothing will run." if self.is_cached else work
         return html.shown("Plan", html.table(columns, self.rows(), right=[2, 3, 4, 5, 6]), totals)
 
 
 def plan(nodes: Node | Iterable[Node], store: Store, where: Context | None = None) -> Plan:
-    """Plan of computing these nodes, from the current content of the store.
+    """List what computing some nodes would do, given what is stored; computes nothing.
 
     Arguments:
-        nodes: One or several nodes.
+        nodes: One or several nodes of a workflow's graph; their inputs are planned as well.
         store: The store to look results up in.
-        where: Settings of the run to check; None for no check.
+        where: Threads or workers of the run, to check whether they can compute the nodes; None for no check.
 
     Raises:
         PlanError: The nodes cannot run with these settings.
@@ -151,7 +164,7 @@ def plan(nodes: Node | Iterable[Node], store: Store, where: Context | None = Non
 
 
 def in_order(nodes: Node | Iterable[Node]) -> Sequence[Node]:
-    """The nodes and all their direct and indirect inputs, each once, inputs first."""
+    """Nodes of a workflow's graph and all their direct and indirect inputs, each once, inputs first."""
     ordered: dict[int, Node] = {}
 
     def visit(node: Node) -> None:
@@ -171,10 +184,10 @@ _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def as_bytes(size: int | str | None) -> int | None:
-    """A memory budget in bytes, from a number or a text like "2GiB"; None stays None.
+    """Convert a memory budget to bytes, from a number of bytes or a text like "2GiB"; None stays None.
 
     Raises:
-        PlanError: The value is neither.
+        PlanError: The value is neither a number of bytes nor such a text.
     """
     if size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 0):
         return size
@@ -184,16 +197,19 @@ def as_bytes(size: int | str | None) -> int | None:
     with suppress(ValueError, KeyError, OverflowError):
         if (count := int(float(number) * _UNITS[text[len(number) :] or "B"])) >= 0:
             return count
-    raise PlanError(f'expected a size such as "2GiB" or "500MB", or a number of bytes, found {shown(size)}')
+    raise PlanError(
+        f'expected --memory (memory=) as a size such as "2GiB" or "500MB", or a number of bytes, found '
+        f"{shown(size)}"
+    )
 
 
 def human_seconds(seconds: float | None) -> str:
-    """Expected seconds as text: "about 3.1 s"; "unknown" for None."""
+    """Format expected seconds as text: "about 3.1 s"; "unknown" for None."""
     return "unknown" if seconds is None else f"about {seconds:.2g} s"
 
 
 def human_bytes(size: float) -> str:
-    """Bytes in binary units as text: "1.5 MiB"; empty for 0."""
+    """Format a number of bytes in binary units: "1.5 MiB"; empty for 0."""
     if not size:
         return ""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -24,12 +24,12 @@ from ..store.errors import ConfigError
 from .memory import megabytes, resident
 
 _LINE_EVERY = 5.0  # seconds between plain lines
-_SIZES = ("", "k", "M", "G", "T")
+_PREFIXES = ("", "k", "M", "G", "T")
 """Metric prefixes, each a thousand times the one before it."""
 
 
 class Bar:
-    """Counter of one task, such as captured tokens; `advance` may be called from any thread."""
+    """Counter of one task's progress, such as captured tokens; `advance` may be called from any thread."""
 
     def __init__(self, owner: Progress, label: str, total: int | None, unit: str) -> None:
         self.label, self.total, self.unit = label, total, unit
@@ -64,7 +64,7 @@ class Bar:
         return (self.total - self.done) / self.rate if self.total and self.done else None
 
     def to_json(self) -> dict[str, Any]:
-        """One line of the log as plain values."""
+        """State of the task as one line of the progress log, in plain values."""
         seconds_left = self.seconds_left
         return {
             "time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -79,7 +79,8 @@ class Bar:
         }
 
     def describe(self) -> str:
-        """One line: label, done / total, rate, bytes, time left, memory this process holds."""
+        """State of the task as one line: label, done / total, rate, bytes written, time left, memory of the
+        process."""
         total = f" / {short(self.total)}" if self.total else ""
         remaining = "" if (seconds := self.seconds_left) is None else f", {clock(seconds)} left"
         written = f", {short(self.written)}B written" if self.written else ""
@@ -90,7 +91,7 @@ class Bar:
 
 
 class Progress:
-    """Progress bars, lines or log of one piece of work.
+    """Shows progress on stderr, as bars or lines, and writes it to a log file.
 
     >>> with Progress(quiet=True) as progress:
     ...     task = progress.task("capture", total=100, unit="tokens")
@@ -108,7 +109,7 @@ class Progress:
 
     def __init__(self, quiet: bool = False, log: str | Path | None = None) -> None:
         self.quiet = quiet
-        self._lines = None if log is None else _opened(Path(log))
+        self._lines = None if log is None else _open_log(Path(log))
         self._bars: Any = None
 
     def task(self, label: str, *, total: int | None = None, unit: str = "") -> Bar:
@@ -184,26 +185,27 @@ def _bars() -> Any:
     return Bars(*columns, console=EscapingConsole(stderr=True), transient=True)
 
 
-def _opened(path: Path) -> TextIO:
+def _open_log(path: Path) -> TextIO:
+    """Open a log file for appending; ConfigError if it cannot be written."""
     try:
         return path.open("a", encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"expected a file to write the log to, found {str(path)!r}: {error.strerror}; name another"
+            f"the progress log {str(path)!r} cannot be written ({error.strerror}); name another file"
         ) from None
 
 
 def short(count: float) -> str:
-    """A count with three digits and a metric prefix: "1.25M"."""
-    for size in _SIZES[:-1]:
+    """Format a count with three digits and a metric prefix: "1.25M"."""
+    for prefix in _PREFIXES[:-1]:
         if abs(count) < 1000:
-            return f"{count:.3g}{size}"
+            return f"{count:.3g}{prefix}"
         count /= 1000
-    return f"{count:.3g}{_SIZES[-1]}" if count < 1000 else f"{count:.0f}{_SIZES[-1]}"
+    return f"{count:.3g}{_PREFIXES[-1]}" if count < 1000 else f"{count:.0f}{_PREFIXES[-1]}"
 
 
 def clock(seconds: float) -> str:
-    """Seconds as "0:07", "12:03" or "3:00:00"."""
-    whole = int(seconds + 0.5)
-    hours, minutes = whole // 3600, whole // 60 % 60
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+    """Format seconds as "0:07", "12:03" or "3:00:00"."""
+    total = int(seconds + 0.5)
+    hours, minutes, seconds_left = total // 3600, total // 60 % 60, total % 60
+    return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"

@@ -1,4 +1,4 @@
-"""Why a result is not stored: its differences from the most similar stored result, as text.
+"""Why a result is not stored: its differences from the most similar stored result, in words.
 
 Border: reads provenance for messages; no cache hit depends on it.
 """
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from ..store.records import Record
 
 NEWEST = 50
-"""Stored results of a stage that are compared: enough to find a similar one, and still fast."""
+"""Number of stored results of a stage that are compared: enough to find a similar one, and still fast."""
 
 
 def why_not(store: Store, key: ResultKey | None) -> str:
-    """Why no result has this key, as text: its differences from the most similar result of the same stage.
+    """Explain in words why no result has this key: how it differs from the most similar stored result.
 
     Arguments:
         store: The store to compare with.
@@ -37,40 +37,45 @@ def why_not(store: Store, key: ResultKey | None) -> str:
     if not requests:
         return "there is no result yet"
     request = json.loads(json.dumps(key.request()))  # JSON turns tuples into lists, as in provenance
-    # A stable sort: among equally similar results the newest is described.
-    candidates = sorted((differences(request, stored) for stored in requests), key=len)
-    return ", ".join(candidates[0])
+    # min takes the first of equally short lists: among equally similar results the newest is described.
+    fewest = min([differences(request, stored) for stored in requests], key=len)
+    return ", ".join(fewest)
 
 
 def differences(request: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
-    """Differences between two requests of a stage, one phrase each: version, parameters, inputs.
+    """Describe how two results of a stage differ in version, parameters and inputs, one phrase each.
 
     Arguments:
         request: `ResultKey.request()` of the missing result.
-        stored: Request of a stored result, from its provenance.
+        stored: The same of a stored result, from its provenance.
     """
     phrases = []
     if request["version"] != stored["version"]:
         phrases.append(f"version {stored['version']} -> {request['version']}")
-    for name in dict.fromkeys([*request["params"], *stored["params"]]):
-        params = stored["params"], request["params"]
-        if len({repr(values[name]) if name in values else None for values in params}) == 1:
+    old_params, new_params = stored["params"], request["params"]
+    for name in dict.fromkeys([*new_params, *old_params]):
+        in_both = name in old_params and name in new_params
+        # By repr, as 1 == 1.0 == True, and these are different parameters.
+        if in_both and repr(old_params[name]) == repr(new_params[name]):
             continue
-        old, new = (_shown(values, name) for values in params)
+        old, new = _shown(old_params, name), _shown(new_params, name)
         # Long values may differ where they are no longer shown.
         phrases.append(f"parameter {name} changed" + (f" {old} -> {new}" if old != new else ""))
-    inputs = dict.fromkeys([*request["inputs"], *stored["inputs"]])
-    was, now = stored["inputs"], request["inputs"]
-    phrases += [f"input {name} changed" for name in inputs if now.get(name) != was.get(name)]
+    old_inputs, new_inputs = stored["inputs"], request["inputs"]
+    input_names = dict.fromkeys([*new_inputs, *old_inputs])
+    phrases += [
+        f"input {name} changed" for name in input_names if new_inputs.get(name) != old_inputs.get(name)
+    ]
     return phrases or ["its stored result was removed"]
 
 
 def _shown(params: Mapping[str, Any], name: str) -> str:
+    """Value of a parameter, cut to 60 characters; "unset" without one."""
     return f"{params[name]!r:.60}" if name in params else "unset"
 
 
 def missing_cells(missing: Sequence[Selection], total: int) -> str:
-    """Missing cells as text: "layers 6-11 missing", "3 of 40 segments missing", "2 of 100 blocks missing".
+    """Describe which parts (cells) of a stage's result are not stored: "layers 6-11 missing".
 
     Arguments:
         missing: Labels of the missing cells.
@@ -79,6 +84,7 @@ def missing_cells(missing: Sequence[Selection], total: int) -> str:
     layers = {cell.get("layer") for cell in missing}
     segments = {cell.get("segment") for cell in missing}
     numbers = sorted(layer for layer in layers if layer is not None)
+    # Cut by layer alone: each missing cell is a whole layer.
     if numbers and len(missing) == len(layers) * len(segments) and len(segments) == 1:
         return f"layer{'s' if len(numbers) > 1 else ''} {ranges(numbers)} missing"
     axes = {axis for cell in missing for axis in cell}
@@ -88,7 +94,7 @@ def missing_cells(missing: Sequence[Selection], total: int) -> str:
 
 
 def notes(stage: str, store: Store) -> list[dict[str, Any]]:
-    """Provenance of the newest stored results of a stage, newest first; damaged entries are skipped.
+    """Provenance of the newest stored results of a stage, newest first; damaged notes are skipped.
 
     Arguments:
         stage: Name of the stage in keys, or of its cells ("<stage>/cell").
@@ -108,15 +114,15 @@ def notes(stage: str, store: Store) -> list[dict[str, Any]]:
 def last_timed(
     name: str, store: Store, fits: Callable[[Mapping[str, Any]], bool] = lambda note: True
 ) -> dict[str, Any] | None:
-    """Newest provenance of a stage or captured variable that states seconds.
+    """Newest provenance note of a stage or captured variable that states how long its computation took.
 
     Arguments:
         name: Name of the stage or variable.
         store: The store to read from.
-        fits: Whether a note is accepted.
+        fits: Function that decides whether a note is accepted.
 
     Returns:
-        None if no note states seconds and is accepted.
+        The note; None if no accepted note states seconds.
     """
     for record in _newest(name, store):
         with suppress(CorruptEntry):
@@ -128,7 +134,9 @@ def last_timed(
 
 
 def scaled_seconds(note: Mapping[str, Any], share: float) -> float:
-    """Expected seconds of a run, from those of an earlier one; set-up (reading the model) is not scaled.
+    """Estimate the seconds of some work from those of an earlier run.
+
+    The time of set-up (reading the model) is not scaled, as it does not depend on the amount of work.
 
     Arguments:
         note: Provenance of the earlier run.
@@ -139,13 +147,14 @@ def scaled_seconds(note: Mapping[str, Any], share: float) -> float:
 
 
 def _newest(name: str, store: Store) -> list[Record]:
+    """Records of the newest stored results of a stage or captured variable, newest first."""
     records = _by_stage("", store).get(name, ())
     return sorted(records, key=lambda record: record.created, reverse=True)[:NEWEST]
 
 
 @remembered
 def _by_stage(_: str, store: Store) -> dict[str, list[Record]]:
-    """All records by the stage that made them; the key files are read once per look."""
+    """All records of the store, by the name of their stage or variable; read once per `one_look` block."""
     records_by_stage: dict[str, list[Record]] = {}
     for record in store.records():
         records_by_stage.setdefault(record.label.rpartition("/")[0], []).append(record)

@@ -42,15 +42,15 @@ NOTHING = Estimate()
 
 
 class SourceNode(ResultNode):
-    """A dataset made by a function from declared parameters, e.g. a model's readout from its files.
+    """Node for a dataset that a function makes from declared parameters, e.g. a model's unembedding.
 
     Arguments:
-        name: Name in keys.
-        version: Raise it when the result changes.
+        name: Name of the result in keys.
+        version: Version of the function in keys; raise it when the result changes.
         params: Plain values that identify the result; digests of files instead of their names.
         make: Computes the dataset; called in the main process, and only while the result is not stored.
-        estimate: Cost of calling `make`.
-        pinned: Resources that `make` reads.
+        estimate: Expected cost of calling `make`.
+        pinned: Files or weights that `make` reads.
     """
 
     def __init__(
@@ -82,13 +82,14 @@ class SourceNode(ResultNode):
         return ResultKey(self.name, self.version, self.params, {})
 
     def status(self, store: Store) -> Status:
-        """Whether the dataset is stored."""
+        """Look up whether the dataset is stored."""
         check_pinned(self)
         key = self.key(store)
         return Status(True, cells_cached=1) if store.lookup(key) else Status(False, why_not(store, key))
 
     def estimate(self, store: Store) -> Estimate:
-        """The declared estimate while the dataset is missing; seconds scaled by bytes from the last run."""
+        """Expected cost while the dataset is not stored: as declared, with seconds scaled from the last
+        run."""
         if status_of(self, store).is_cached:
             return NOTHING
         last_note = last_timed(self.name, store, lambda note: bool(note.get("bytes_read")))
@@ -98,7 +99,7 @@ class SourceNode(ResultNode):
         return replace(self._estimate, seconds=round(scaled_seconds(last_note, share), 3))
 
     def run(self, store: Store, context: Context) -> None:
-        """See `Node.run`: makes and publishes the dataset in the calling thread."""
+        """Make and store the dataset, in the calling thread."""
         with measured() as took:
             dataset = self._make()
             note = {**took(), "bytes_read": self._estimate.bytes_read}
@@ -106,17 +107,18 @@ class SourceNode(ResultNode):
 
 
 class ConstantNode(Ports):
-    """A dataset in memory as an input: identified by its content, stored only if worker processes must read
-    it.
+    """Node for a dataset in memory that is an input of a stage, identified by its content.
 
-    The dataset is copied, so that changing the original in place does not invalidate the digest. Data that it
-    reads lazily is digested again before anything computed from it is published.
+    It is stored only if worker processes must read it. The dataset is copied, so that changing the original
+    in place does not invalidate the digest. Data that it reads lazily is digested again before anything
+    computed from it is published.
 
     Raises:
         ShapeError: A dtype or attribute cannot be digested.
     """
 
     inputs: tuple[Node, ...] = ()
+    """A dataset in memory reads no other node."""
 
     def __init__(self, dataset: xr.Dataset, name: str = "constant") -> None:
         from ..store.content import content_of
@@ -134,32 +136,35 @@ class ConstantNode(Ports):
         return {**self.__dict__, "_dataset": None}  # workers read the copy that `keep` stored
 
     def keep(self, store: Store) -> None:
-        """Store the dataset for workers of a cluster; arrays are never sent to workers directly."""
+        """Store the dataset for worker processes; arrays are never sent to workers directly."""
         whole = cut(self.content, lambda: self._loaded(store), None, {}, changes=self._is_lazy)
         store.put_result(self._key, self._loaded(store), provenance={}, confirm=whole.check)
 
     def status(self, store: Store) -> Status:
-        """Always cached: a dataset in memory needs no run."""
+        """Always cached, as a dataset in memory needs no computation."""
         return Status(True, cells_cached=1)
 
     def estimate(self, store: Store) -> Estimate:
-        """Zeros: nothing has to be read or written."""
+        """Zeros, as nothing has to be read or written."""
         return NOTHING
 
     def labels(self, store: Store, axis: str) -> list[Any]:
-        """See `Node.labels`: for "segment" one range with all tokens of the dataset."""
+        """Numbers along the axis "layer" or "block"; for "segment" one range (0, end) with all tokens."""
         dataset = self._loaded(store)
         if axis != "segment":
             return indices_along(dataset, axis)
         return [(0, dataset.sizes["token"])] if "token" in dataset.dims else []
 
     def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
-        """See `Node.part`. Only workers, which have no dataset in memory, read the store."""
+        """A piece of the dataset: one variable (None: all), cut by layer, block and token range.
+
+        The store is read only by workers, which do not have the dataset in memory.
+        """
         dataset = self._loaded(store)
         return cut(self.content, lambda: dataset, variable, selection, changes=self._is_lazy)
 
     def run(self, store: Store, context: Context) -> None:
-        """See `Node.run`: nothing to do, as the dataset is in memory already."""
+        """Do nothing, as the dataset is in memory already."""
 
     def open(self, store: Store) -> xr.Dataset:
         """The dataset in memory; a worker reads the stored copy."""
@@ -167,23 +172,25 @@ class ConstantNode(Ports):
 
     @property
     def _key(self) -> ResultKey:
+        """Key under which `keep` stores the dataset."""
         return ResultKey("constant", 1, {"content": self.content}, {})
 
     def _loaded(self, store: Store) -> xr.Dataset:
+        """The dataset in memory; on a worker the stored copy."""
         if self._dataset is None:
             self._dataset = store.open_result(self._key)
         return self._dataset
 
 
 def as_port(source: Any, name: str) -> Port:
-    """A stage's input as a port.
+    """Convert an argument of a stage to a `Port`, the form in which a node reads its inputs.
 
     Arguments:
         source: A port, a node, an xarray DataArray or a Dataset.
         name: Name of the input, for messages and as the name of a constant node.
 
     Raises:
-        StageError: The value is of another type and has no identity.
+        StageError: The argument is of another type.
     """
     if isinstance(source, Port):
         return source

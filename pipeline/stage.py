@@ -33,30 +33,33 @@ if TYPE_CHECKING:
 
 
 class Stage(StageFunction):
-    """A declared stage: call it like its function, or make it a node of a graph with `on`."""
+    """A cached analysis, declared by the decorator `stage`: call it like its function, or make it a node of a
+    workflow's graph with `on`."""
 
     def on(self, **arguments: Any) -> StageNode:
-        """This stage as a node of a workflow's graph.
+        """Make a node of a workflow's graph that applies this stage to inputs; computes nothing yet.
 
-        If the stage has forms, the one with exactly these inputs is used; where several have them, choose
-        with `form`.
+        If the stage accepts several sets of inputs (forms), the form with exactly these inputs is used; if
+        several forms have them, choose with `form`.
 
         Arguments:
             arguments: By name: inputs (nodes, ports or xarray objects), parameters (plain values) and
                 resources.
 
         Raises:
-            StageError: An argument is missing, unknown (the message offers the nearest name) or has no
-                identity, or the stage has no version and its code has no identity.
+            StageError: An argument is missing, unknown (the message names the most similar one) or cannot be
+                in a key; or the stage has no version and its code reads a value that cannot be in a key.
         """
-        fitting = self._form_of(arguments)
-        if fitting != self.name:
-            return self.form(fitting).on(**arguments)
+        form_name = self._form_of(arguments)
+        if form_name != self.name:
+            return self.form(form_name).on(**arguments)
         accepted = [*self.inputs, *self.params, *self.resources]
         for name in arguments:
             if name not in accepted:
                 hint = did_you_mean(name, accepted)
-                raise StageError(f"stage {self.name!r} takes {', '.join(accepted)}, found {name!r}{hint}")
+                raise StageError(
+                    f"stage {self.name!r} takes no argument {name!r}, only {', '.join(accepted)}{hint}"
+                )
         params = {name: arguments.get(name, default) for name, default in self.params.items()}
         missing = [name for name in (*self.inputs, *self.resources) if name not in arguments]
         missing += [name for name, value in params.items() if value is REQUIRED]
@@ -67,31 +70,33 @@ class Stage(StageFunction):
         for name, resource in resources.items():
             if not isinstance(resource, PinnedResource):
                 raise StageError(
-                    f"stage {self.name!r}: expected a resource as {name}, found {resource!r:.60}; give what "
-                    "has identity(), check() and open() (see PinnedResource)"
+                    f"stage {self.name!r}: expected argument {name} to be a resource, found "
+                    f"{resource!r:.60}; give an object with the methods identity(), check() and open() "
+                    "(mizarr.PinnedResource)"
                 )
         return StageNode(
             self, {name: as_port(arguments[name], name) for name in self.inputs}, params, resources
         )
 
     def form(self, name: str) -> Stage:
-        """The form of this name; StageError lists the names that exist."""
+        """This stage with another of the sets of inputs (forms) that it accepts, by the form's name."""
         if name not in self.forms:
             raise StageError(
-                f"expected a form of stage {self.name!r}, one per set of inputs: {', '.join(self.forms)}; "
-                f"found {name!r}"
+                f"stage {self.name!r} has no form {name!r}; its forms, one per set of inputs, are "
+                f"{', '.join(self.forms)}"
             )
         if name == self.name:
             return self
         return _named_as_function(replace(self, name=name, inputs=self.forms[name]))
 
     def _form_of(self, arguments: Mapping[str, Any]) -> str:
-        """Name of the single form with exactly these inputs; this form's name if the choice is ambiguous."""
+        """Name of the only form with exactly these inputs; this form's name if there are several or none."""
         # Optional inputs belong to other forms, so arguments are compared with the inputs of all forms.
         all_inputs = {name for inputs in self.forms.values() for name in inputs}
         input_names = all_inputs & set(arguments)
-        fitting = [name for name, inputs in self.forms.items() if set(inputs) == input_names]
-        return fitting[0] if len(fitting) == 1 and set(self.inputs) != input_names else self.name
+        matching_forms = [name for name, inputs in self.forms.items() if set(inputs) == input_names]
+        is_other_form = len(matching_forms) == 1 and set(self.inputs) != input_names
+        return matching_forms[0] if is_other_form else self.name
 
     def __reduce__(self) -> Any:
         # Sent to a worker by name, as the decorator has put the stage where its function was; a stage of a
@@ -99,7 +104,7 @@ class Stage(StageFunction):
         module, name = self.function.__module__, self.function.__qualname__
         if module == "__main__" or "<locals>" in name:
             return _stage_of_fields, (self.__dict__,)
-        return _find, (module, name, self.name)
+        return _stage_by_name, (module, name, self.name)
 
 
 def stage(
@@ -115,7 +120,7 @@ def stage(
     resources: tuple[str, ...] = (),
     several_models: bool = False,
 ) -> Callable[[Callable[..., Any]], Stage]:
-    """Declare a function on labelled arrays as a stage.
+    """Decorator: declare a function on labelled arrays as a stage, an analysis whose results are cached.
 
     The function's parameters that are neither inputs nor resources become the parameters of the stage.
 
@@ -133,7 +138,8 @@ def stage(
         name: Name in keys; None for the function's name.
         memory: Peak memory of a cell, as a multiple of the bytes it reads: 2 for the inputs and as much again
             for intermediate arrays; less for a function that reads block by block.
-        resources: Parameters that are resources; the function gets each one opened.
+        resources: Names of parameters that are resources (files, such as a dictionary of features); the
+            function gets each one opened.
         several_models: Whether inputs may be activations of different models.
 
     Raises:
@@ -141,7 +147,10 @@ def stage(
     """
     axes = (cells,) if isinstance(cells, str) else tuple(cells or ())
     if (inputs is None) == (forms is None):
-        raise StageError("expected inputs=… or forms=… of a stage, found both or neither")
+        raise StageError(
+            "the decorator stage takes either inputs=… or forms=…, found both or neither; give inputs=… "
+            "unless the function accepts several sets of inputs"
+        )
 
     def declare(function: Callable[..., Any]) -> Stage:
         all_forms = dict(forms) if forms else {name or function.__name__: dict(inputs or {})}
@@ -160,7 +169,7 @@ def stage(
             combine,
             {key: parameter.default for key, parameter in parameters.items() if key not in not_params},
             memory,
-            _source(function),
+            _source_digest(function),
             all_forms,
             resources,
             several_models,
@@ -171,7 +180,7 @@ def stage(
 
 
 def _named_as_function(stage: Stage) -> Stage:
-    """The stage itself, after it got the name and docstring of its function."""
+    """Give a stage the name and docstring of its function; returns the stage."""
     # object.__setattr__, because the dataclass is frozen.
     for attribute in ("__doc__", "__name__", "__qualname__", "__module__"):
         object.__setattr__(stage, attribute, getattr(stage.function, attribute))
@@ -185,7 +194,7 @@ def _check(
     axes: tuple[str, ...],
     combine: Any,
 ) -> None:
-    """Check the declaration of one form.
+    """Check the declaration of a stage with one set of inputs.
 
     Arguments:
         label: Name of the stage, for messages.
@@ -199,32 +208,41 @@ def _check(
     """
     for axis in axes:
         if axis not in AXES:
-            raise StageError(f"stage {label!r}: expected cells among {', '.join(AXES)}, found {axis!r}")
+            raise StageError(
+                f"stage {label!r}: cells=… names axes among {', '.join(AXES)}, by which work is cut, found "
+                f"{axis!r}"
+            )
         if not any(dim in AXES[axis] for dims in inputs.values() for dim in dims or ()):
-            raise StageError(f"stage {label!r} is cut by {axis}, but no input has that axis")
+            raise StageError(
+                f"stage {label!r} is declared with cells={axis!r}, but no input has a dim "
+                f"{' or '.join(AXES[axis])}; add it to the dims of an input, or leave cells out"
+            )
     for axis in ("segment", "block"):
         if axis in axes and combine is None:
             raise StageError(
-                f"stage {label!r} is cut by {axis}; give combine=… to join the results of its cells"
+                f"stage {label!r} is declared with cells={axis!r} and without combine=…; give combine=…, a "
+                "function that joins the results of all cells into one dataset"
             )
     for name in inputs:
         if name not in parameters:
             raise StageError(
-                f"stage {label!r} declares an input {name!r} that is no parameter of its function"
+                f"stage {label!r} declares an input {name!r} that is no parameter of its function; add the "
+                "parameter, or correct the name"
             )
     # *args and **kwargs have no names that could enter a key.
-    loose = [
+    unnamed = [
         name
         for name, parameter in parameters.items()
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     ]
-    if loose:
+    if unnamed:
         raise StageError(
-            f"stage {label!r}: parameters enter the key by name; replace {loose[0]!r} by named parameters"
+            f"stage {label!r}: its function takes *args or **kwargs ({unnamed[0]!r}), and parameters enter "
+            "the key by name; replace it by named parameters"
         )
 
 
-def _source(function: Callable[..., Any]) -> str:
+def _source_digest(function: Callable[..., Any]) -> str:
     """SHA-256 of a function's source text; empty if there is no text, as in a console."""
     try:
         return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()
@@ -232,8 +250,8 @@ def _source(function: Callable[..., Any]) -> str:
         return ""
 
 
-def _find(module: str, name: str, form: str) -> Stage:
-    """The stage with this dotted name in a module; used to unpickle it."""
+def _stage_by_name(module: str, name: str, form: str) -> Stage:
+    """Import the stage with this dotted name in a module, in one of its forms; used to unpickle it."""
     member: Any = importlib.import_module(module)
     for part in name.split("."):
         member = getattr(member, part)
@@ -242,7 +260,7 @@ def _find(module: str, name: str, form: str) -> Stage:
 
 
 def _stage_of_fields(fields: Mapping[str, Any]) -> Stage:
-    """A stage from its fields; used to unpickle it without calling `__init__`."""
+    """Make a stage from its fields; used to unpickle one that cannot be imported by name."""
     stage = object.__new__(Stage)
     for name, value in fields.items():
         object.__setattr__(stage, name, value)

@@ -47,11 +47,12 @@ if TYPE_CHECKING:
     from .context import Context
 
 LOADED = 64 << 20
-"""Bytes up to which a lazy result is computed in memory before writing, not chunk by chunk."""
+"""Bytes up to which a lazy result is computed as a whole before it is written; larger ones chunk by chunk."""
 
 
 class StageNode(ResultNode):
-    """A stage with its inputs, parameters and resources, as a node of a graph."""
+    """A stage (cached analysis) with its inputs, parameters and resources, as a node of a workflow's
+    graph."""
 
     def __init__(
         self,
@@ -72,27 +73,30 @@ class StageNode(ResultNode):
         for name, resource in self.resources.items():
             identity = self._records(resource.identity())
             # Identity and parameters share one namespace in the key.
-            if both := sorted(identity.keys() & self._key_params.keys()):
+            if shared := sorted(identity.keys() & self._key_params.keys()):
                 raise StageError(
-                    f"{self.name}: expected a parameter of another name than what identifies {name}, found "
-                    f"{', '.join(both)}; both would have one name in the key, so rename the parameter"
+                    f"stage {self.name!r}: the parameter {', '.join(shared)} has the name of a value that "
+                    f"identifies the resource {name} in the key; rename the parameter"
                 )
             self._key_params |= identity
 
     def _records(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Encode parameters for the key; StageError, with the name of the stage, for one that cannot be."""
         try:
             return parameter_records(params)
         except (TypeError, ValueError) as error:
-            raise StageError(f"stage {self.stage.name!r}: parameters enter the key: {error}") from error
+            raise StageError(
+                f"stage {self.stage.name!r}: a parameter cannot be part of the key: {error}"
+            ) from error
 
     def __repr__(self) -> str:
         return f"StageNode({self.name}, {self.params})"
 
     @property
     def params(self) -> dict[str, Any]:
-        """The parameters, defaults included; a new copy at each call.
+        """Value of each parameter, defaults included; a new copy at each call.
 
-        The function may modify its arguments; neither the next cell nor a planned node may see such a change.
+        The stage's function may modify its arguments, and no later call may see the change.
         """
         return {name: parameter_copy(value) for name, value in self._params.items()}
 
@@ -106,11 +110,12 @@ class StageNode(ResultNode):
     @remembered
     def key(self, store: Store) -> ResultKey | None:
         """Result key, from the content digests of all inputs; None while an input is not stored."""
-        if self._waiting(store):
+        if self._missing_inputs(store):
             return None
         return self._key_of(store, self.name, self._parts(store, {}))
 
     def _key_of(self, store: Store, label: str, parts: Mapping[str, Part]) -> ResultKey:
+        """Key of the whole result, or of a cell, from the pieces of the inputs that it reads."""
         inputs = {self._input_name(name): part.content for name, part in parts.items()}
         return ResultKey(label, self._version(store), self._key_params, inputs)
 
@@ -119,11 +124,13 @@ class StageNode(ResultNode):
         return self.stage.key_version
 
     def _input_name(self, name: str) -> str:
+        """Name of an input in the key, such as "states[resid_post]"."""
         # The digest is that of the whole dataset, so that `lineage` finds it; the variable is in the name.
         variable = self.ports[name].variable
         return name if variable is None else f"{name}[{variable}]"
 
-    def _waiting(self, store: Store) -> list[Node]:
+    def _missing_inputs(self, store: Store) -> list[Node]:
+        """Input nodes whose results are not stored."""
         return [node for node in self.inputs if not status_of(node, store).is_cached]
 
     def _parts(self, store: Store, selection: Selection) -> dict[str, Part]:
@@ -138,112 +145,131 @@ class StageNode(ResultNode):
 
     @property
     def _cell_label(self) -> str:
+        """Name of the stage's cells in keys, "<stage>/cell"; the stage's own name if it is not cut."""
         return f"{self.name}/cell" if self.stage.cells else self.name
 
     def selections(self, store: Store) -> list[Selection]:
-        """One selection per cell, layers outermost; a single empty selection if the stage is not cut."""
-        axes = [[(axis, label) for label in self._labels(store, axis)] for axis in self.stage.cells]
-        return [dict(labels) for labels in itertools.product(*(axis for axis in axes if axis))]
+        """Labels of each cell, such as {"layer": 3}; a single empty mapping if the stage is not cut."""
+        labels_of_axis = [[(axis, label) for label in self._labels(store, axis)] for axis in self.stage.cells]
+        cut_axes = [labels for labels in labels_of_axis if labels]
+        return [dict(labels) for labels in itertools.product(*cut_axes)]
 
     @remembered
     def cells(self, store: Store) -> list[Cell]:
-        """Every cell of the stage with its key; requires that the inputs are stored."""
+        """Every cell of the stage (part computed and stored by itself) with its key; inputs must be
+        stored."""
         return [
-            Cell(cut, self._key_of(store, self._cell_label, self._parts(store, cut)))
-            for cut in self.selections(store)
+            Cell(selection, self._key_of(store, self._cell_label, self._parts(store, selection)))
+            for selection in self.selections(store)
         ]
 
     @remembered
     def missing(self, store: Store) -> list[Cell]:
-        """Cells that are not stored. Cells with equal inputs have equal keys and all appear."""
+        """Parts of the result (cells, such as layers) that are not stored; those with equal keys all
+        appear."""
         return [cell for cell in self.cells(store) if store.lookup(cell.key) is None]
 
     @remembered
     def _labels(self, store: Store, axis: str) -> list[Any]:
+        """Labels of the cells along one axis, as the inputs that have this axis state them."""
         cut_nodes = {name: port.node for name, port in self.ports.items() if self._is_cut(name, axis)}
         labels_by_input = {name: node.labels(store, axis) for name, node in cut_nodes.items()}
         nonempty = [labels for labels in labels_by_input.values() if labels]
         if axis == "layer" and any(sorted(labels) != sorted(nonempty[0]) for labels in nonempty):
             listing = ", ".join(f"{name} has {labels}" for name, labels in labels_by_input.items())
-            raise ShapeError(f"stage {self.name!r}: expected inputs with the same layers, found {listing}")
+            raise ShapeError(
+                f"stage {self.name!r}: inputs must have the same layers, found {listing}; capture the "
+                "missing ones, or select common layers"
+            )
         # A dataset in memory is one segment, a capture several: the finest division is used.
         return max(nonempty, key=len, default=[])
 
     def _is_cut(self, name: str, axis: str) -> bool:
+        """Whether an input has an axis and is therefore cut along it; other inputs enter every cell whole."""
         return any(dim in AXES[axis] for dim in self.stage.inputs[name] or ())
 
     # -- planning
 
     def status(self, store: Store) -> Status:
-        """Whether the result is stored; else the reason why it will run, and the number of stored cells."""
+        """Look up whether the result is stored; else why it will run, and how many cells are stored."""
         check_pinned(self)
         with one_look():
-            if waiting := self._waiting(store):
+            if missing_inputs := self._missing_inputs(store):
                 cells = max(1, len(self.selections(store)))
-                return Status(False, f"input {waiting[0].name} will run", cells)
+                return Status(False, f"input {missing_inputs[0].name} will run", cells)
             key = self.key(store)
             record = None if key is None else store.lookup(key)
             if record is not None:
-                return Status(True, cells_cached=1, warning=self._source_changed(store))
+                return Status(True, cells_cached=1, warning=self._source_warning(store))
             if not self.stage.cells:
                 return Status(False, why_not(store, key))
             cells, missing = len(self.cells(store)), self.missing(store)
             if not missing:
                 return Status(False, "its cells are stored, but not joined yet", cells, cells)
-            cuts = [cell.selection for cell in missing]
-            reason = missing_cells(cuts, cells) if len(missing) < cells else why_not(store, key)
+            selections = [cell.selection for cell in missing]
+            reason = missing_cells(selections, cells) if len(missing) < cells else why_not(store, key)
             return Status(False, reason, cells, cells - len(missing))
 
-    def _source_changed(self, store: Store) -> str:
+    def _source_warning(self, store: Store) -> str:
+        """Warning if the stored result was computed from another source text of the function, else ""."""
         record = self.record(store)
         provenance = [] if record is None else store.provenance(record)
         stored_source = next((note["source"] for note in provenance if note.get("source")), self.stage.source)
         # Without a version the code is in the key, so a change of the source is a change of the key.
         if stored_source == self.stage.source or self.stage.version is None:
             return ""
-        return f"the source of {self.name} changed, its version {self.stage.version} did not"
+        return (
+            f"the source code of {self.name} changed since this result was computed, its version "
+            f"{self.stage.version} did not"
+        )
 
     def estimate(self, store: Store) -> Estimate:
-        """Bytes that the missing cells read and peak memory by `StageFunction.memory`; bytes written and
-        seconds scaled from the newest stored result."""
+        """Expected cost of the parts of the result (cells) that are not stored.
+
+        Bytes read come from the inputs, peak memory is a declared multiple of them, and seconds and bytes
+        written are scaled from the newest stored result.
+        """
         with one_look():
             if status_of(self, store).is_cached:
                 return Estimate()
-            sizes = self._sizes_ahead(store) if self._waiting(store) else self._sizes(store)
-            read, largest = sum(sizes), max(sizes, default=0)
-            seconds, written = self._last_time(store, read)
-            return Estimate(read, written, int(self.stage.memory * largest), seconds)
+            has_inputs = not self._missing_inputs(store)
+            sizes = self._sizes(store) if has_inputs else self._expected_sizes(store)
+            bytes_read, largest = sum(sizes), max(sizes, default=0)
+            seconds, bytes_written = self._scaled_from_last(store, bytes_read)
+            return Estimate(bytes_read, bytes_written, int(self.stage.memory * largest), seconds)
 
     def _sizes(self, store: Store) -> list[int]:
-        """Bytes read by each missing cell."""
-        cuts = [cell.selection for cell in self.missing(store)]
-        return [sum(part.nbytes for part in self._parts(store, cut).values()) for cut in cuts]
+        """Bytes read by each missing cell; the inputs must be stored."""
+        selections = [cell.selection for cell in self.missing(store)]
+        return [
+            sum(part.nbytes for part in self._parts(store, selection).values()) for selection in selections
+        ]
 
-    def _sizes_ahead(self, store: Store) -> list[int]:
+    def _expected_sizes(self, store: Store) -> list[int]:
         """Bytes read by each cell while inputs are missing, from the estimates of their nodes."""
         selections = self.selections(store) or [{}]
-        total = 0
+        cell_bytes = 0
         for name, port in self.ports.items():
-            cached = status_of(port.node, store).is_cached
-            size = port.part(store, {}).nbytes if cached else estimate_of(port.node, store).bytes_written
+            is_stored = status_of(port.node, store).is_cached
+            size = port.part(store, {}).nbytes if is_stored else estimate_of(port.node, store).bytes_written
             is_cut = any(self._is_cut(name, axis) for axis in self.stage.cells)
             # An input without the cut axis is read whole by every cell.
-            total += size // len(selections) if is_cut else size
-        return [total] * len(selections)
+            cell_bytes += size // len(selections) if is_cut else size
+        return [cell_bytes] * len(selections)
 
-    def _last_time(self, store: Store, read: int) -> tuple[float | None, int]:
-        """Seconds (None: unknown) and bytes written, scaled by bytes read from the newest result."""
+    def _scaled_from_last(self, store: Store, bytes_read: int) -> tuple[float | None, int]:
+        """Expected seconds (None: unknown) and bytes written, scaled from the newest result by bytes read."""
         provenance = notes(self._cell_label, store)
         last = next((note for note in provenance if note.get("bytes_read") and "seconds" in note), None)
         if last is None:
             return None, 0
-        share = read / last["bytes_read"]
+        share = bytes_read / last["bytes_read"]
         return round(scaled_seconds(last, share), 3), int(last["bytes_written"] * share)
 
     # -- running
 
     def run(self, store: Store, context: Context) -> None:
-        """See `Node.run`: computes the missing cells as Dask tasks, then joins all cells to the result."""
+        """Compute and store the missing parts of the result (cells) as Dask tasks, then join all parts."""
         with one_look():
             # Cells with equal inputs share a key and are computed once.
             missing = list({cell.key: cell for cell in self.missing(store)}.values())
@@ -258,16 +284,21 @@ class StageNode(ResultNode):
                 self._join(store)
 
     def _join(self, store: Store) -> None:
+        """Join the stored cells into the whole result, and store it under its own key."""
         key = self.key(store)
         if key is None:
-            raise StageError(f"{self.name}: an input vanished from {store.address} while it ran; run again")
+            raise StageError(
+                f"an input of stage {self.name!r} was removed from {store.address} while the stage ran; run "
+                "the workflow again"
+            )
         with measured() as took:
             pieces = [store.open_result(cell.key) for cell in self.cells(store)]
             joined = self.stage.labelled(self.stage.joined(pieces))
             self._put(store, key, joined, self._parts(store, {}), took)
 
     def compute(self, store: Store, cell: Cell) -> None:
-        """Run the stage's function on the pieces of one cell, and publish the result.
+        """Run the stage's function on its part of the inputs for one cell (such as a layer), and store the
+        result.
 
         Arguments:
             store: The store to read inputs from and write the result to.
@@ -292,14 +323,23 @@ class StageNode(ResultNode):
         variable, names = self.ports[name].variable, [str(variable) for variable in dataset.data_vars]
         if variable is None and len(names) != 1:
             raise StageError(
-                f"input {name!r}: expected one variable, found {', '.join(names)}; choose one: "
-                f"{name}=node['{names[0]}']"
+                f"input {name!r} of stage {self.name!r} is one array, and the given dataset has the "
+                f"variables {', '.join(names)}; choose one: {name}=node['{names[0]}']"
             )
         return dataset[variable or names[0]]
 
     def _put(
         self, store: Store, key: ResultKey, dataset: xr.Dataset, parts: Mapping[str, Part], took: Took
     ) -> None:
+        """Store the result of a cell, or the whole result, with provenance, after checking code and inputs.
+
+        Arguments:
+            store: The store to write to.
+            key: Key of the result.
+            dataset: The result.
+            parts: Pieces of the inputs that it was computed from, by name.
+            took: Returns seconds and memory of the computation so far.
+        """
         # A lazy result is computed while it is written; loading it here puts that into the measured time.
         dataset = dataset.load() if dataset.nbytes <= LOADED else dataset
         note = {
@@ -322,19 +362,19 @@ class StageNode(ResultNode):
         # A worker may have imported another version of the user's module.
         if (current := self.stage.key_version) != key.version:
             raise SourceChanged(
-                f"stage {self.name!r}: expected the code it was planned with ({key.version}), found "
-                f"{current}: something its function reads changed meanwhile, is changed by the function "
-                "itself, or is another one on this worker; nothing was stored; make it constant and run again"
+                f"the code of stage {self.name!r}, or a value that it reads, changed since the run was "
+                f"planned ({key.version}, now {current}), is changed by the function itself, or differs on "
+                "this worker; nothing was stored; make it constant and run again"
             )
 
 
 def run_cell(node: StageNode, store: Store, cell: Cell) -> None:
-    """Compute and publish one cell: the work of a Dask task, in a thread or on a worker.
+    """Compute and store one cell of a stage: the work of a Dask task, in a thread or on a worker.
 
     Arguments:
-        node: The stage; pickled for workers.
+        node: The stage with its inputs; pickled for workers.
         store: The store to read inputs from and write the result to.
-        cell: The cell.
+        cell: The part to compute, with its key.
     """
     with one_look():
         node.compute(store, cell)

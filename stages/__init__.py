@@ -31,10 +31,12 @@ _DECLARES = re.compile(r'^(@stage\(|    name(: ClassVar\[str\])? = ")', re.MULTI
 
 @cache
 def registry() -> Mapping[str, Stage | type[Experiment]]:
-    """Stages (each of their forms) and experiments by name, in order of module and of definition.
+    """All stages and experiments by name, in order of module and of definition.
+
+    A stage that is declared in several forms has one name for each.
 
     Raises:
-        StageError: Two declarations share a name.
+        StageError: if two declarations share a name.
     """
     from ..store.errors import StageError
 
@@ -43,41 +45,42 @@ def registry() -> Mapping[str, Stage | type[Experiment]]:
         for name, declaration in _declared_in(module):
             if name in declared:
                 raise StageError(
-                    f"two stages are named {name!r}, one in {module.__name__}; rename one of them"
+                    f"expected stages with different names, found two named {name!r}, one of them in "
+                    f"{module.__name__}; rename one"
                 )
             declared[name] = declaration
     return declared
 
 
 def find(name: str) -> Stage | type[Experiment]:
-    """The stage, form of a stage, or experiment with this name.
+    """Find a stage or an experiment by its name, e.g. "logit_lens".
 
     Raises:
-        StageError: No declaration has this name; the message suggests the nearest one.
+        StageError: for an unknown name; suggests the nearest one.
     """
     from ..store.errors import StageError, nearest
 
     known = registry()
     if name not in known:
         near = nearest(name, known)
-        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(known)}"
-        raise StageError(f"no stage or experiment {name!r}; {hint}")
+        hint = f"did you mean {near!r}?" if near else f"choose one of {', '.join(known)}"
+        raise StageError(f"expected the name of a stage or experiment, found {name!r}; {hint}")
     return known[name]
 
 
 def _declaring_modules() -> Iterator[ModuleType]:
     """Modules below this folder that declare a stage or an experiment."""
-    room = Path(__file__).parent
-    for path in sorted(room.rglob("*.py")):
+    folder = Path(__file__).parent
+    for path in sorted(folder.rglob("*.py")):
         # Selected by their text: importing all modules would import torch, which `mizarr stages` does not
         # need.
-        if path != room / "__init__.py" and _DECLARES.search(path.read_text("utf-8")):
-            parts = path.relative_to(room).with_suffix("").parts
+        if path != folder / "__init__.py" and _DECLARES.search(path.read_text("utf-8")):
+            parts = path.relative_to(folder).with_suffix("").parts
             yield importlib.import_module("." + ".".join(parts), __name__)
 
 
 def _declared_in(module: ModuleType) -> Iterator[tuple[str, Stage | type[Experiment]]]:
-    """(name, declaration) of the stages and experiments that a module defines."""
+    """The stages and experiments that a module defines itself, as (name, declaration) pairs."""
     from ..pipeline import Stage
     from .forward.runs.experiment import Experiment
 

@@ -8,14 +8,17 @@ __all__ = ["name_of"]
 
 
 def name_of(kind: type[Any], error: type[Exception]) -> str | list[Any]:
-    """Identity of a class in a key: the bare name of a mizarr class, else [module, qualified name, version].
+    """Identity of a class (an intervention or a metric) in the key of a result.
 
     Arguments:
-        kind: The class.
-        error: Class of the error that is raised.
+        kind: the class.
+        error: class of the error that is raised.
+
+    Returns:
+        The name of a class of mizarr; [module, qualified name, version] for a class of a user.
 
     Raises:
-        error: For a class outside mizarr whose own body declares no `version`.
+        error: for a class outside mizarr whose own body declares no `version`.
     """
     if kind.__module__.partition(".")[0] == __name__.partition(".")[0]:
         return kind.__name__
@@ -23,7 +26,8 @@ def name_of(kind: type[Any], error: type[Exception]) -> str | list[Any]:
     version = vars(kind).get("version")
     if not isinstance(version, int | str):
         raise error(
-            f"expected a version of {kind.__qualname__}, as its fields do not say what it does, found none; "
-            "declare `version: ClassVar[int] = 1` in the class, and move it when numbers move"
+            f"expected a version of class {kind.__qualname__}, because keys of results cannot show what its "
+            "code does, found none; declare `version: ClassVar[int] = 1` in the class, and raise it when "
+            "its numbers change"
         )
     return [kind.__module__, kind.__qualname__, version]

@@ -19,12 +19,12 @@ __all__ = ["EXTRAS", "Extra", "is_installed", "require"]
 
 @dataclass(frozen=True)
 class Extra:
-    """One optional dependency."""
+    """One set of optional dependencies, installed by `pip install 'mizarr[name]'`."""
 
     modules: tuple[str, ...]
     """Names of the Python modules that it installs and mizarr imports."""
     purpose: str
-    """Features that need it, for people."""
+    """Features that need it, as text for users."""
 
 
 EXTRAS: Mapping[str, Extra] = {
@@ -45,23 +45,23 @@ def is_installed(extra: str) -> bool:
 
 
 def missing_modules(extra: str) -> list[str]:
-    """Names of the modules of an extra that are not installed."""
+    """Names of the Python modules of an extra that are not installed."""
     return [name for name in EXTRAS[extra].modules if not _is_importable(name)]
 
 
 def require(extra: str, what: str) -> None:
-    """Check that an extra is installed.
+    """Check that an extra (a set of optional dependencies) is installed.
 
     Arguments:
-        extra: Name of the extra, a key of `EXTRAS`.
-        what: The feature that needs it, as subject of the message: "a t test".
+        extra: name of the extra, a key of `EXTRAS`.
+        what: feature that needs it, as subject of the message, e.g. "A t test".
 
     Raises:
-        MissingExtra: A module is missing; the message has the pip command.
+        MissingExtra: if a module is missing; the message has the pip command.
     """
     if missing := missing_modules(extra):
         raise MissingExtra(
-            f"{what} needs {' and '.join(missing)}, not installed here; pip install 'mizarr[{extra}]'"
+            f"{what} needs {' and '.join(missing)}, not installed here; run: pip install 'mizarr[{extra}]'"
         )
 
 

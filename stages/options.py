@@ -38,39 +38,39 @@ def option(
     kind: str = "",
     metavar: str = "",
 ) -> Any:
-    """A dataclass field that callers set by keyword or on the command line.
+    """Declare a dataclass field as an option, which callers set by keyword or on the command line.
 
     Arguments:
-        default: Value of an option that is not set.
-        description: One sentence, shown by `--help` and in the docstring of functions that take the option.
-        choices: Allowed values; empty for no restriction.
-        kind: How the command line parses the text, where the type of the default does not decide it: "count"
+        default: value of an option that is not set.
+        description: one sentence, shown by `--help` and in the docstring of functions that take the option.
+        choices: allowed values; empty for no restriction.
+        kind: how the command line parses the text, where the type of the default does not decide it: "count"
             (an integer of at least 1), "bytes" (500MB, 2GiB), "folder", "file".
-        metavar: Placeholder in `--help`.
+        metavar: placeholder in `--help`, e.g. "NAME".
     """
     metadata = {"help": description, "choices": tuple(choices), "kind": kind, "metavar": metavar}
     return field(default=default, metadata=metadata)
 
 
 def options_of(kind: type[Any]) -> list[Field[Any]]:
-    """Fields of an options dataclass that were declared by `option`, in order."""
+    """The fields of a dataclass that `option` declares, in order."""
     # Other fields of the class have no such metadata, and are no options.
     return [item for item in fields(kind) if "choices" in item.metadata]
 
 
 def split_options(function: str, options: Mapping[str, Any], *kinds: type[Any]) -> list[dict[str, Any]]:
-    """Sort keyword arguments by the dataclass that declares them.
+    """Sort the keyword arguments of a function by the options dataclass that declares them.
 
     Arguments:
-        function: Name of the called function, for the message.
-        options: Its keyword arguments.
-        kinds: Dataclasses of options, which share no field name.
+        function: name of the function, for the message.
+        options: its keyword arguments.
+        kinds: dataclasses of options, which share no field name.
 
     Returns:
         The keyword arguments of each of `kinds`, in order.
 
     Raises:
-        TypeError: No dataclass declares a keyword; the message has the nearest name.
+        TypeError: for a keyword that no dataclass declares; names the nearest one.
     """
     names_by_kind = [{item.name for item in options_of(kind)} for kind in kinds]
     for name in options:
@@ -91,28 +91,33 @@ def takes_options(*kinds: type[Any]) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
         # `**options` itself is dropped from the signature: its fields take its place.
-        plain = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        declared = [item for kind in kinds for item in options_of(kind)]
-        keywords = [
+        own_parameters = [
+            parameter
+            for parameter in signature.parameters.values()
+            if parameter.kind is not parameter.VAR_KEYWORD
+        ]
+        options = [option_field for kind in kinds for option_field in options_of(kind)]
+        option_parameters = [
             inspect.Parameter(
-                item.name,
+                option_field.name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if item.default is MISSING else item.default,
-                annotation=item.type,
+                default=inspect.Parameter.empty if option_field.default is MISSING else option_field.default,
+                annotation=option_field.type,
             )
-            for item in declared
+            for option_field in options
         ]
         lines = "\n".join(
             textwrap.fill(
-                f"{item.name}: {item.metadata['help']}",
+                f"{option_field.name}: {option_field.metadata['help']}",
                 110,
                 initial_indent=" " * 4,
                 subsequent_indent=" " * 8,
             )
-            for item in declared
+            for option_field in options
         )
         # inspect.signature, and with it help() and IPython, reads __signature__ before the code.
-        function.__signature__ = signature.replace(parameters=[*plain, *keywords])  # type: ignore[attr-defined]
+        parameters = [*own_parameters, *option_parameters]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\nKeyword Args:\n{lines}\n"
         return function
 
@@ -121,23 +126,25 @@ def takes_options(*kinds: type[Any]) -> Callable[[Function], Function]:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Where the cells of a plan are computed, and how progress is reported; part of no key."""
+    """Where a plan is computed (threads, processes or a cluster), and how progress is reported.
+
+    These options are part of no key.
+    """
 
     cluster: str | None = option(
         None,
-        "Address of a Dask scheduler, such as tcp://127.0.0.1:8786; default threads here.",
+        "Address of a Dask scheduler, such as tcp://127.0.0.1:8786; default threads of this process.",
         metavar="ADDRESS",
     )
     workers: int = option(
         0,
-        "Number of processes of this machine that share the work, a GPU each where there are GPUs; 0 and 1: "
-        "none.",
+        "Number of worker processes on this machine, with one GPU each where there are GPUs; 0 and 1: none.",
         metavar="N",
     )
     progress: bool = option(True, "Show a progress bar on stderr.")
     log: str | Path | None = option(
         None,
-        "File that gets a JSON line for every segment committed: tokens, bytes, rate, time left.",
+        "File to which a JSON line is written for every stored segment: tokens, bytes, rate, time left.",
         kind="file",
     )
 
@@ -149,7 +156,7 @@ class RunOptions:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Keyword arguments of `pipeline.run`."""
+        """The options as keyword arguments of `pipeline.run`."""
         return {
             "cluster": self.cluster,
             "workers": self.workers,

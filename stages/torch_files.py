@@ -26,7 +26,7 @@ from ..store.files import stamp
 
 __all__ = ["ADVICE", "load_pickled"]
 
-ADVICE = "load it where you trust it, and save it as safetensors"
+ADVICE = "if you trust the file, load it with torch.load(path, weights_only=False) and save it as safetensors"
 """Advice in messages about a file that contains more than tensors."""
 _MAGIC = 0x1950A86A20F9469CFC6C
 """First pickle of a file in the format before torch 1.6, which is no zip."""
@@ -48,13 +48,13 @@ def load_pickled(
     """Load a file written by torch.save: tensors on the CPU, in containers of plain values.
 
     Arguments:
-        path: An existing file.
-        error: Class of the error that is raised.
-        advice: Next step in the message about a damaged file.
-        mmap: Whether to memory-map a zip file (torch 1.6 and later); such tensors change if the file does.
+        path: an existing file.
+        error: class of the error that is raised.
+        advice: next step in the message about a damaged file.
+        mmap: whether to memory-map a zip file (torch 1.6 and later); such tensors change if the file does.
 
     Raises:
-        error: The pickle does more than build tensors, or the file is damaged.
+        error: for a pickle that does more than build tensors, and for a damaged file.
     """
     import torch
 
@@ -72,8 +72,8 @@ def load_pickled(
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and is_zip)
     except pickle.UnpicklingError as reason:
         raise error(
-            f"expected nothing but tensors in {path}, found a pickle that does more ({_reason(reason)}); "
-            f"{ADVICE}"
+            f"expected only tensors in {path}, found a pickle that would run other code "
+            f"({_reason(reason)}); {ADVICE}"
         ) from reason
     # torch raises errors of many types for impossible shapes, strides and dtypes.
     except Exception as reason:
@@ -89,23 +89,23 @@ def _damaged(path: Path, reason: Exception, advice: str) -> str:
 
 @lru_cache(maxsize=256)
 def _require_whole(path: Path, stamp: Any) -> None:
-    """Check a zip of torch.save.
+    """Check that a zip file of torch.save has all bytes of its tensors.
 
     Arguments:
-        path: The file.
-        stamp: Size and times of the file, a part of the cache key: an unchanged file is checked once.
+        path: the file.
+        stamp: size and times of the file, a part of the cache key: an unchanged file is checked once.
 
     Raises:
-        ValueError: A member is damaged, or its size differs from that of its storage.
+        ValueError: for a damaged member, and for one whose size differs from that of its storage.
     """
     with zipfile.ZipFile(path) as archive:
         # The dict keeps the last of members with equal names; torch could read another, unchecked one.
         members = {member.filename: member for member in archive.infolist()}
         if len(members) < len(archive.infolist()):
-            raise ValueError("two members of one name")
+            raise ValueError("two members with the same name")
         # With mmap torch takes a storage from its offset in the file, so its bytes must be there as they are.
         if any(member.compress_type != zipfile.ZIP_STORED for member in members.values()):
-            raise ValueError("a compressed member, which torch.save writes none of")
+            raise ValueError("a compressed member, which torch.save never writes")
         if sum(member.file_size for member in members.values()) > path.stat().st_size:
             raise ValueError("members that are longer than the file")
         has_checksums = any(member.CRC for member in members.values())
@@ -125,10 +125,10 @@ def _require_whole(path: Path, stamp: Any) -> None:
         reader.load()
     folder = program.removesuffix(".pkl")
     for key, nbytes in reader.nbytes.items():
-        stored = members.get(f"{folder}/{key}")
-        if stored is None or stored.file_size != nbytes:
-            there = "none" if stored is None else f"{stored.file_size} bytes"
-            raise ValueError(f"a storage {key!r:.40} of {nbytes} bytes, of which the file has {there}")
+        stored_member = members.get(f"{folder}/{key}")
+        if stored_member is None or stored_member.file_size != nbytes:
+            present = "none" if stored_member is None else f"{stored_member.file_size} bytes"
+            raise ValueError(f"a storage {key!r:.40} of {nbytes} bytes, of which the file has {present}")
 
 
 def _require_storages(path: Path) -> None:
@@ -145,14 +145,14 @@ def _require_storages(path: Path) -> None:
         keys = _Storages(file).load()
         remaining = path.stat().st_size - file.tell()
     if not isinstance(keys, list) or {_text(key) for key in keys} != set(reader.nbytes):
-        raise ValueError("other storages than its tensors take")
+        raise ValueError("storages that do not match its tensors")
     # 8 bytes before each storage are its number of elements, which torch itself compares.
     if len(keys) != len(reader.nbytes) or sum(reader.nbytes.values()) + 8 * len(keys) > remaining:
         raise ValueError("storages that are longer than the file")
 
 
 class _StandIn:
-    """Inert substitute for the objects that a pickle names: accepts unpickler operations, does nothing."""
+    """Substitute for the objects that a pickle names: accepts what the unpickler does, and does nothing."""
 
     def __init__(self, *args: Any) -> None:
         pass
@@ -197,28 +197,30 @@ class _Storages(_Unpickler):  # type: ignore[misc]  # its base is a value to myp
         """Key of a storage in the file -> its size in bytes."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Substitute for the object `module.name`.
+        """Return a substitute for the class or function that the pickle names, instead of importing it.
 
         Arguments:
-            module: Module in the pickle.
-            name: Name in the pickle.
+            module: name of the module in the pickle.
+            name: name of the object in the pickle.
         """
         is_kind = module in ("torch", "torch.storage") and (name.endswith("Storage") or name == "Tensor")
         return _StorageKind(name) if is_kind else _StandIn
 
     def persistent_load(self, saved: Any) -> Any:
-        """Substitute for a storage, whose size is recorded.
+        """Record the size of a tensor storage that the pickle refers to, and return a substitute.
+
+        Arguments:
+            saved: torch's persistent id: ("storage", class, key, device, number of elements).
 
         Raises:
-            ValueError: The entry is no storage, or a storage has two sizes.
+            ValueError: for another entry, and for a storage with two sizes.
         """
-        # torch's persistent id: ("storage", class, key, device, number of elements).
         label, kind, key, _, count = saved[:5]
         if _text(label) != "storage" or not isinstance(kind, _StorageKind) or type(count) is not int:
-            raise ValueError(f"{_text(label)!r:.40} where a storage was expected")
+            raise ValueError(f"{_text(label)!r:.40} where a tensor storage was expected")
         nbytes = count * _ITEMSIZES[kind.name.removesuffix("Storage")]
         if count < 0 or self.nbytes.setdefault(_text(key), nbytes) != nbytes:
-            raise ValueError(f"a storage {_text(key)!r:.40} of several lengths")
+            raise ValueError(f"a storage {_text(key)!r:.40} with several lengths")
         return _StandIn()
 
 

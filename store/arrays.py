@@ -44,12 +44,12 @@ Ints = npt.NDArray[np.int64]
 
 
 def as_index(value: Any, name: str, error: type[MizarrError] = ConfigError) -> int:
-    """Validate an integer of Python, numpy or torch.
+    """Validate an integer of Python, numpy or torch and return it as an int.
 
     Arguments:
         value: Such as 3, np.int64(3) or torch.tensor(3).
         name: Names the argument at the start of the message, such as "Zero: positions".
-        error: Class of the error.
+        error: Class of the error to raise.
 
     Raises:
         error: For anything else, including whole floats, booleans, texts and slices.
@@ -68,12 +68,12 @@ def as_index(value: Any, name: str, error: type[MizarrError] = ConfigError) -> i
 
 
 def as_indices(values: Any, name: str, error: type[MizarrError] = ConfigError) -> tuple[int, ...]:
-    """Validate one or several integers; returns them in order, those of a set ascending.
+    """Validate one or several integers and return them as a tuple, in order; those of a set ascending.
 
     Arguments:
         values: Such as 3, [0, -1], range(4), or a one-dimensional integer array or tensor.
-        name: Names the argument, see `as_index`.
-        error: Class of the error.
+        name: Names the argument at the start of the message, such as "Zero: positions".
+        error: Class of the error to raise.
 
     Raises:
         error: For anything else, including slices and boolean masks.
@@ -89,14 +89,14 @@ def as_indices(values: Any, name: str, error: type[MizarrError] = ConfigError) -
 
 
 def is_several(value: Any) -> bool:
-    """Whether a value is a collection of values: iterable, but no text, bytes, mapping or 0-dimensional
+    """Whether an argument is a collection of values: iterable, but no text, bytes, mapping or scalar
     array."""
     is_one = isinstance(value, str | bytes | bytearray | Mapping) or not hasattr(value, "__iter__")
     return not is_one and getattr(value, "ndim", 1) > 0
 
 
 def as_list(value: Any) -> list[Any]:
-    """One value or several, as a list; numpy and torch scalars become Python numbers.
+    """Return one value or a collection of values as a list; numbers of numpy and torch become Python's.
 
     >>> as_list("a"), as_list(("a", b"b")), as_list(np.arange(2)), as_list(np.int64(2))
     (['a'], ['a', b'b'], [0, 1], [2])
@@ -106,7 +106,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def shown(value: Any) -> str:
-    """A value in one short line for messages; an array is shown by dtype and shape."""
+    """Describe a value in one short line for messages; an array by dtype and shape."""
     shape = getattr(value, "shape", ())
     if isinstance(shape, tuple) and shape and hasattr(value, "dtype"):
         return f"{type(value).__name__} of {str(value.dtype).removeprefix('torch.')} of shape {list(shape)}"
@@ -114,7 +114,7 @@ def shown(value: Any) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Numbers as text, consecutive ones as a range.
+    """Format numbers as text, with consecutive ones as a range.
 
     >>> ranges([0, 1, 2, 5])
     '0-2, 5'
@@ -129,13 +129,13 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def _remedy(value: Any) -> str:
-    """Advice on what to write instead of an invalid index."""
+    """Advice, for the end of a message, on what to write instead of a value that is no index."""
     if isinstance(value, slice):
-        ends = [part for part in (value.start or 0, value.stop, value.step) if part is not None]
-        is_known = value.stop is not None and all(type(part) is int and part >= 0 for part in ends)
-        return f"; write range({', '.join(map(str, ends))})" if is_known else "; write a range, or a list"
+        bounds = [bound for bound in (value.start or 0, value.stop, value.step) if bound is not None]
+        has_range = value.stop is not None and all(type(bound) is int and bound >= 0 for bound in bounds)
+        return f"; write range({', '.join(map(str, bounds))})" if has_range else "; write a range, or a list"
     if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
-        return "; write the numbers that are meant, of a mask np.flatnonzero(mask)"
+        return "; write the numbers of the selected items, for a mask np.flatnonzero(mask)"
     if isinstance(value, str | bytes):
         return "; write a list such as [0, -1]"
     return "; write ints, or a list of them"
@@ -153,9 +153,10 @@ def require_kind(
     Arguments:
         value: The argument.
         kinds: Allowed classes.
-        expected: The argument and what it should be, as the message begins: "hooks as a HookSpec".
-        remedy: What to write instead.
-        error: Class of the error.
+        expected: The argument and what it should be, as the message continues after "expected": "hooks as a
+            HookSpec".
+        remedy: What to write instead, the end of the message.
+        error: Class of the error to raise.
 
     Raises:
         error: The value is no instance of these classes.
@@ -167,14 +168,14 @@ def require_kind(
 def as_count(
     value: Any, name: str, least: int = 1, most: int | None = None, error: type[MizarrError] = ConfigError
 ) -> int:
-    """Validate an integer within bounds.
+    """Validate an integer within bounds and return it as an int.
 
     Arguments:
         value: The argument.
-        name: Its name.
+        name: Name of the argument, for messages.
         least: Smallest allowed value.
         most: Largest allowed value; None for no limit.
-        error: Class of the error.
+        error: Class of the error to raise.
 
     Raises:
         error: For anything else, including booleans and whole floats.
@@ -197,23 +198,25 @@ def require_flag(value: Any, name: str, *, optional: bool = False) -> None:
 
     Arguments:
         value: The argument.
-        name: Its name.
+        name: Name of the argument, for messages.
         optional: Whether None is allowed as well.
 
     Raises:
-        ConfigError: The value is anything else.
+        ConfigError: The value is neither True nor False.
     """
     if not (isinstance(value, bool) or (optional and value is None)):
-        raise ConfigError(f"expected {name} as True or False, found {shown(value)}; leave it out")
+        raise ConfigError(f"expected {name}=True or {name}=False, found {shown(value)}")
 
 
 def as_number(value: Any, name: str, error: type[MizarrError] = ConfigError) -> float:
-    """Validate a real number of Python, numpy or torch; NaN and infinity are allowed.
+    """Validate a real number of Python, numpy or torch and return it as a float.
+
+    NaN and infinity are allowed; an integer too large for a float becomes infinity.
 
     Arguments:
         value: The argument.
-        name: Its name.
-        error: Class of the error.
+        name: Name of the argument, for messages.
+        error: Class of the error to raise.
 
     Raises:
         error: For anything else, including booleans and texts.
@@ -232,13 +235,18 @@ def as_number(value: Any, name: str, error: type[MizarrError] = ConfigError) -> 
 
 
 def as_path(value: Any, name: str, error: type[MizarrError] = ConfigError) -> Path:
-    """Validate a path given as a text or Path; expands `~`.
+    """Validate a path given as a text or Path and return it as a Path; expands `~`.
 
     Arguments:
         value: The argument.
-        name: Its name.
-        error: Class of the error.
+        name: Name of the argument, for messages.
+        error: Class of the error to raise.
+
+    Raises:
+        error: For an empty text and anything else.
     """
     if not isinstance(value, str | PathLike) or not str(value):
-        raise error(f"expected {name} as a text or a Path, found {shown(value)}; name a file or folder")
+        raise error(
+            f"expected {name} to be the path of a file or folder, as a text or a Path, found {shown(value)}"
+        )
     return Path(value).expanduser()

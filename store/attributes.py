@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 __all__ = ["SHIELD", "attribute_record", "plain", "shielded", "unshielded"]
 
 SHIELD = "mizarr:attributes"
-"""Attribute that holds attributes which readers of Zarr and NetCDF would interpret: name -> record of the
-value."""
+"""Attribute under which other attributes are hidden from readers of Zarr and NetCDF, which would interpret
+them: name -> encoded value."""
 SPACED = "mizarr:coordinates"
-"""Attribute of a dataset: coordinates with a space in their name, which CF's space-separated list cannot
-hold."""
+"""Attribute of a dataset that lists coordinates with a space in their name, which CF's space-separated list
+cannot hold."""
 DECODED = frozenset(
     (
         *("dtype", "missing_value", "scale_factor", "add_offset", "calendar", "coordinates"),
@@ -48,7 +48,7 @@ _TAGS = ("float", "str", "dict")
 
 
 def plain(attrs: Mapping[Hashable, Any]) -> dict[str, Any]:
-    """Convert attributes to JSON values, sorted by name: numpy values unpacked, tuples as lists.
+    """Convert attributes to plain JSON values, sorted by name; numpy values become Python's, tuples lists.
 
     Arguments:
         attrs: Attributes of a dataset or variable.
@@ -59,12 +59,16 @@ def plain(attrs: Mapping[Hashable, Any]) -> dict[str, Any]:
     # JSON has text names only, so 1 and "1" would collide silently.
     names = {str(name): name for name in attrs}
     if len(names) < len(attrs):
-        raise ShapeError(f"expected attributes of different names, found {list(attrs)!r:.120}; rename one")
+        raise ShapeError(
+            f"two of the attributes {list(attrs)!r:.120} have the same name as text; rename one of them"
+        )
     return {name: _plain(name, attrs[names[name]]) for name in sorted(names)}
 
 
 def attribute_record(value: Any) -> Any:
-    """Encode a value so that canonical JSON distinguishes it from every other; `_value_of` decodes it.
+    """Encode an attribute's value so that its JSON text differs from that of every other value.
+
+    For example -0.0 becomes {"float": "-0.0"}, as canonical JSON would write 0.0.
 
     Arguments:
         value: A value as returned by `plain`.
@@ -80,16 +84,16 @@ def attribute_record(value: Any) -> Any:
 
 
 def shielded(dataset: xr.Dataset) -> xr.Dataset:
-    """Move attributes that readers would interpret to `SHIELD`.
+    """Hide attributes that readers of Zarr and NetCDF would interpret, such as `scale_factor`.
 
     Arguments:
-        dataset: A dataset with any attributes that `plain` accepts.
+        dataset: A dataset with any attributes that have a JSON form.
 
     Returns:
-        A copy that can be stored.
+        A copy with these attributes encoded in one attribute, `mizarr:attributes`.
 
     Raises:
-        ShapeError: See `plain`.
+        ShapeError: An attribute has no JSON form.
     """
     # CF lists auxiliary coordinates in one attribute, separated by spaces.
     spaced = sorted(str(name) for name in set(dataset.coords) - set(dataset.dims) if " " in str(name))
@@ -101,7 +105,7 @@ def shielded(dataset: xr.Dataset) -> xr.Dataset:
 
 
 def unshielded(dataset: xr.Dataset) -> xr.Dataset:
-    """Restore the dataset that `shielded` was given.
+    """Restore the attributes that `shielded` has hidden.
 
     Arguments:
         dataset: The stored dataset, decoded by xarray.
@@ -115,18 +119,21 @@ def unshielded(dataset: xr.Dataset) -> xr.Dataset:
 
 
 def _shield(attrs: Mapping[Hashable, Any]) -> dict[str, Any]:
+    """Attributes as plain values, those that readers would interpret encoded under `SHIELD`."""
     values = plain(attrs)
-    hidden = {name: value for name, value in values.items() if _is_decoded(name, value)}
-    shown = {name: value for name, value in values.items() if name not in hidden}
-    return shown | ({SHIELD: attribute_record(hidden)} if hidden else {})
+    hidden = {name: value for name, value in values.items() if _is_interpreted(name, value)}
+    visible = {name: value for name, value in values.items() if name not in hidden}
+    return visible | ({SHIELD: attribute_record(hidden)} if hidden else {})
 
 
 def _restored(attrs: Mapping[Hashable, Any]) -> dict[str, Any]:
-    shown = {str(name): value for name, value in attrs.items() if name != SHIELD}
-    return dict(sorted((shown | _value_of(attrs.get(SHIELD, {}))).items()))
+    """Attributes with those under `SHIELD` decoded and restored, sorted by name."""
+    visible = {str(name): value for name, value in attrs.items() if name != SHIELD}
+    return dict(sorted((visible | _value_of(attrs.get(SHIELD, {}))).items()))
 
 
-def _is_decoded(name: str, value: Any) -> bool:
+def _is_interpreted(name: str, value: Any) -> bool:
+    """Whether a reader of Zarr or NetCDF would interpret an attribute, or could not read its value."""
     # xarray and netCDF4 use the underscore for their own (_FillValue, _Unsigned, _ARRAY_DIMENSIONS).
     if name in DECODED or name.startswith("_") or not _is_json(value):
         return True
@@ -165,6 +172,7 @@ def _value_of(record: Any) -> Any:
 
 
 def _plain(name: str, value: Any) -> Any:
+    """Convert the value of the attribute `name` to plain JSON values; ShapeError if it has no such form."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -177,12 +185,15 @@ def _plain(name: str, value: Any) -> Any:
         if _is_utf8(value):
             # A plain str also for subclasses such as numpy's str_ and StrEnum, whose own __str__ may differ.
             return str.__str__(value)
-        raise ShapeError(f"expected text that UTF-8 can hold in attribute {name!r}, found {value!r:.80}")
+        raise ShapeError(
+            f"the text of attribute {name!r} cannot be encoded as UTF-8: {value!r:.80}; remove lone "
+            "surrogates"
+        )
     if isinstance(value, float):
         return float(value)
     if isinstance(value, int) and abs(value) <= LARGEST:
         return int(value)
     raise ShapeError(
-        f"expected attribute {name!r} of numbers (integers within 2**53), text, lists and mappings, found "
-        f"{type(value).__name__} {value!r:.80}; convert it first"
+        f"expected attribute {name!r} to consist of numbers (integers within 2**53), text, lists and "
+        f"mappings, found {type(value).__name__} {value!r:.80}; convert it first"
     )

@@ -1,4 +1,4 @@
-"""`Catalog`: the published records, pins and data folders of a store. Base class of `Store`.
+"""`Catalog`: records of published data, pins and data folders of a store. Base class of `Store`.
 
 Runs, results and maintenance take a Catalog, so that they need not import `Store`, which imports them.
 """
@@ -22,7 +22,7 @@ Key = ActivationKey | ResultKey | str
 
 
 class Catalog:
-    """Lookup of records, pins and data folders in a store."""
+    """Lookup of published records, pins and data folders in a store; base class of `Store`."""
 
     def __init__(self, files: Folder) -> None:
         self.files = files
@@ -30,14 +30,14 @@ class Catalog:
 
     @property
     def address(self) -> str:
-        """Path or URL, as `open_store` takes it."""
+        """Path or URL of the store, as `open_store` takes it."""
         return self.files.address
 
     @property
     def path(self) -> Path:
         """Local folder of the store; StoreError for a store in a bucket or in memory."""
         if not isinstance(self.files, LocalFolder):
-            raise StoreError(f"expected a store in a folder, found {self.address}; its address is no path")
+            raise StoreError(f"the store {self.address} is not in a local folder; use store.address instead")
         return self.files.root
 
     @property
@@ -48,30 +48,37 @@ class Catalog:
     # -- records
 
     def lookup(self, key: Key) -> Record | None:
-        """Published record of a key (or of its 64 hex digits); None means a cache miss."""
+        """Record of the data published under a key (or its 64 hex digits); None if nothing is."""
         name = key if isinstance(key, str) else _digest_of(key)
         text = self.files.get(key_path(name))
         return None if text is None else Record.from_bytes(name, text)
 
     def records(self) -> Iterator[Record]:
-        """All published records, in order of key."""
+        """Iterate over the records of all published data, in order of their keys."""
         for name in self.key_names(""):
             if (record := self.lookup(name)) is not None:
                 yield record
 
     def record(self, key: Key) -> Record:
-        """Published record of a key or unique key prefix; EntryNotFound on a miss."""
+        """Record of the data published under a key, or under the only key with these first hex digits.
+
+        Raises:
+            EntryNotFound: Nothing is published under the key, or several keys start with these digits.
+        """
         if not isinstance(key, str):
             name = _digest_of(key)
         else:
             name = unique_name(key, self.key_names(key), "key", self)
         if (record := self.lookup(name)) is None:
             self.files.require_store()
-            raise EntryNotFound(f"nothing is stored under {key!r} in {self.address}; compute it first")
+            raise EntryNotFound(
+                f"nothing is stored under the key {key!r} in {self.address}; compute it first, or list what "
+                "is stored with `mizarr ls`"
+            )
         return record
 
     def key_names(self, prefix: str) -> list[str]:
-        """Published keys that start with `prefix`, sorted."""
+        """Published keys (64 hex digits) that start with `prefix`, sorted."""
         if not may_begin_digest(prefix):
             return []
         folder = f"keys/{prefix[:2]}" if len(prefix) >= 2 else "keys"
@@ -89,11 +96,11 @@ class Catalog:
     # -- pins
 
     def pin(self, name: str, key: Key | Record) -> None:
-        """Protect a run or result, and all its inputs, from garbage collection.
+        """Protect a run or result, and all that it was computed from, from garbage collection.
 
         Arguments:
-            name: Name of the pin.
-            key: Key, key prefix or record.
+            name: Name of the pin, by which `unpin` removes it.
+            key: Key, its first hex digits, or record of the data.
 
         Raises:
             ValueError: The name is invalid, or is taken by another key.
@@ -105,17 +112,18 @@ class Catalog:
             existing = self.pins().get(name)
             if existing != record.key:
                 raise ValueError(
-                    f"pin {name!r} already names {existing}; unpin it first, or take another name"
+                    f"the pin {name!r} already protects {existing}; remove it first (`mizarr pin {name} "
+                    "--remove`), or take another name"
                 )
 
     def unpin(self, name: str) -> None:
         """Remove a pin; EntryNotFound if it does not exist."""
         if self.files.get(f"pins/{name}.json") is None:
-            raise EntryNotFound(f"no pin {name!r}; there are {', '.join(self.pins()) or 'none'}")
+            raise EntryNotFound(f"there is no pin {name!r}; pins are {', '.join(self.pins()) or 'none'}")
         self.files.delete(f"pins/{name}.json")
 
     def pins(self) -> dict[str, str]:
-        """Pinned key digests by pin name. CorruptEntry for a damaged pin."""
+        """Names of the pins -> the keys (64 hex digits) that they protect. CorruptEntry for a damaged pin."""
         names = sorted(f"pins/{name}" for name in self.files.children("pins"))
         texts = {name: self.files.get(name) for name in names}
         return {
@@ -126,22 +134,25 @@ class Catalog:
 
 
 def may_begin_digest(prefix: str) -> bool:
-    """Whether a text could be the start of a digest, as it consists of hex digits."""
+    """Whether a text could be the start of a digest: it consists of lower-case hex digits, or is empty."""
     return not prefix.strip("0123456789abcdef")
 
 
 def _check_pin(name: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise ValueError(f"expected a pin name of letters, digits, '.', '_' and '-', found {name!r}")
+        raise ValueError(
+            f"expected the name of a pin as letters, digits, '.', '_' and '-', with a letter or digit first, "
+            f"found {name!r}"
+        )
 
 
 def unique_name(prefix: str, names: list[str], kind: str, catalog: Catalog) -> str:
-    """Resolve a prefix to a unique name.
+    """Find the only key or run whose name starts with a prefix.
 
     Arguments:
-        prefix: Start of the name.
+        prefix: Start of the name, as hex digits.
         names: All names with this prefix.
-        kind: What the names are called in messages.
+        kind: Word for the names in messages: "key" or "run".
         catalog: The store, for messages.
 
     Raises:
@@ -154,7 +165,7 @@ def unique_name(prefix: str, names: list[str], kind: str, catalog: Catalog) -> s
     if not names:
         catalog.files.require_store()
         raise EntryNotFound(
-            f"no {kind} in {catalog.address} starts with {prefix!r}; `mizarr ls` shows what is there"
+            f"no {kind} in {catalog.address} starts with {prefix!r}; `mizarr ls` lists what is stored"
         )
     examples = ", ".join(name[: len(prefix) + 4] for name in names[:4])
     raise EntryNotFound(f"{len(names)} {kind}s start with {prefix!r} ({examples}, …); give more digits")
@@ -165,6 +176,7 @@ def _digest_of(key: Any) -> str:
     digest = getattr(key, "digest", None)
     if not isinstance(digest, str):
         raise EntryNotFound(
-            f"expected a key, or the start of one as a text, found {shown(key)}; `mizarr ls` lists them"
+            f"expected a key, or the first hex digits of one as a text, found {shown(key)}; `mizarr ls` "
+            "lists keys"
         )
     return digest

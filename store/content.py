@@ -1,6 +1,6 @@
-"""R, the content digest of a labelled result: covers what was computed, not how it is stored.
+"""Content digest of a labelled result: covers what was computed, not how it is stored.
 
-Chunks, compression, file names, string widths and byte order do not change R; a value, name, dimension,
+Chunks, compression, file names, string widths and byte order do not change it; a value, name, dimension,
 coordinate, attribute or dtype does. So downstream results stay cached when an input is merely rechunked.
 
 Arrays are read in slabs along their first axis, so a result larger than memory needs only a few chunks at a
@@ -32,11 +32,10 @@ _SLAB = 16 << 20  # bytes of an array in memory at once while it is digested
 
 
 def content_of(dataset: xr.Dataset) -> str:
-    """Digest `sha256:…` of a dataset: attributes, and per variable name, role, dims, dtype, shape, bytes,
-    attributes.
+    """Content digest `sha256:…` of a dataset: its values, names, dimensions, dtypes, shapes and attributes.
 
     Numbers enter as C-order little-endian bytes, strings by length and UTF-8. The order of variables and
-    attributes does not matter: `as_digested` gives the order that is used.
+    attributes, chunks and encodings do not matter.
 
     Arguments:
         dataset: A dataset whose variables and dimensions have text names.
@@ -59,26 +58,28 @@ def content_of(dataset: xr.Dataset) -> str:
                 kind,
                 list(variable.shape),
                 attribute_record(plain(variable.attrs)),
-                _bytes(name, variable),
+                _values_digest(name, variable),
             ]
         )
-    # The tag is part of every R: a change of this format must get a new one.
+    # The tag is part of every content digest: a change of this format must get a new one.
     text = canonical_json(["mizarr-result/1", attribute_record(plain(dataset.attrs)), parts])
     return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def as_digested(dataset: xr.Dataset) -> xr.Dataset:
-    """Reduce a dataset to what `content_of` digests, for code whose result is keyed by that digest.
+    """Copy a dataset without anything that its content digest does not cover, such as the order of variables.
 
-    Variables and attributes are in digest order, attributes are plain values, text is numpy's StringDType,
-    numbers are in native byte order and C order, indexes are the default ones, and the encoding keeps only
-    the origin. Arrays in memory are copied, so the caller may modify them; lazy arrays stay lazy.
+    A function that gets this copy cannot depend on more than the digest in the key of its result. Variables
+    and attributes are sorted, attributes are plain values, text is numpy's StringDType, numbers are in native
+    byte order and C order, indexes are the default ones, and the encoding keeps only the origin. Arrays in
+    memory are copied, so the caller may modify them; lazy arrays stay lazy.
 
     Arguments:
-        dataset: See `content_of`.
+        dataset: A dataset whose variables and dimensions have text names.
 
     Raises:
-        ShapeError: See `content_of`.
+        ShapeError: Other names, unsupported dtypes, objects that are no text, or attributes without a JSON
+            form.
     """
     import xarray as xr
 
@@ -123,32 +124,33 @@ def storable_dtype(name: str, dtype: np.dtype[Any]) -> str:
     if dtype.name in NUMBERS:
         return dtype.name
     raise ShapeError(
-        f"variable {name!r} has dtype {dtype}; expected integers, floats, complex, bool or text. "
-        "Convert it first (bfloat16: .astype('float32'); times: numbers with their unit in attrs['units'])"
+        f"variable {name!r} has dtype {dtype}, which results cannot store; convert it to integers, floats, "
+        "complex, bool or text (bfloat16: .astype('float32'); times: numbers with their unit in "
+        "attrs['units'])"
     )
 
 
 def slabs(
     shape: tuple[int, ...], itemsize: int, chunk: int, limit: int = _SLAB
 ) -> Iterator[tuple[slice, ...]]:
-    """Cut an array into C-ordered slabs, of whole chunks along the first axis where they fit.
+    """Yield indices that cut an array into slabs, consecutive in C order and of limited size.
 
     Arguments:
         shape: Shape of the array.
         itemsize: Bytes of one element.
-        chunk: Length of a stored chunk along the first axis.
+        chunk: Length of a stored chunk along the first axis; slabs consist of whole chunks if they fit.
         limit: Maximum bytes of a slab; a row larger than that is cut along the next axes.
     """
     if not shape or math.prod(shape) == 0:
         yield ()
         return
-    row = itemsize * math.prod(shape[1:])
-    if row > limit and len(shape) > 1:
+    row_bytes = itemsize * math.prod(shape[1:])
+    if row_bytes > limit and len(shape) > 1:
         for i in range(shape[0]):
             for inner in slabs(shape[1:], itemsize, shape[1], limit):
                 yield (slice(i, i + 1), *inner)
         return
-    step = max(1, limit // row)
+    step = max(1, limit // row_bytes)
     # Whole stored chunks: a slab that ends inside a chunk would make the next slab read it again.
     if step > chunk:
         step -= step % chunk
@@ -161,10 +163,11 @@ def _require_names(dataset: xr.Dataset) -> None:
     for kind, names in (("variables", dataset.variables), ("dims", dataset.dims)):
         for name in names:
             if not isinstance(name, str):
-                raise ShapeError(f"expected text as names of {kind}, found {name!r:.80}; rename it")
+                raise ShapeError(f"names of {kind} must be text, found {name!r:.80}; rename it")
 
 
 def _as_digested(name: str, variable: xr.Variable) -> xr.Variable:
+    """Copy of a variable in the form that `as_digested` describes."""
     import xarray as xr
 
     data: Any = variable._data
@@ -178,21 +181,25 @@ def _as_digested(name: str, variable: xr.Variable) -> xr.Variable:
 
 
 def _origin(encoding: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The part of an encoding that says where a variable was opened from."""
     return {name: encoding[name] for name in ("source", "run") if name in encoding}
 
 
 def _text_block(values: npt.NDArray[Any], variable: str) -> npt.NDArray[Any]:
+    """Convert an array of text or objects to numpy's StringDType; ShapeError if an object is no str."""
     # astype to text would silently turn the number 1 into "1", so objects are checked first.
     is_object = values.dtype.kind == "O"
     if wrong := [value for value in values.ravel() if is_object and not isinstance(value, str)]:
         kind = type(wrong[0]).__name__
         raise ShapeError(
-            f"variable {variable!r} holds {wrong[0]!r} ({kind}) among its text; expected str only"
+            f"variable {variable!r} of text contains {wrong[0]!r} ({kind}), expected str only; convert its "
+            "values"
         )
     return values.astype(TEXT)
 
 
-def _bytes(name: str, variable: xr.Variable) -> str:
+def _values_digest(name: str, variable: xr.Variable) -> str:
+    """sha256 (hex) of a variable's values, read slab by slab."""
     state = hashlib.sha256()
     # Of texts the size is only known after reading; 16 bytes is what numpy's StringDType keeps per item.
     itemsize = 16 if variable.dtype.kind in "OT" else variable.dtype.itemsize

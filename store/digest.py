@@ -33,7 +33,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 def canonical_json(value: Any) -> str:
-    """The canonical JSON text of a plain value.
+    """JSON text of a plain value that is equal for equal values: sorted keys, floats as hex, no spaces.
 
     Raises:
         TypeError: The value has no canonical form.
@@ -48,10 +48,11 @@ def canonical_json(value: Any) -> str:
 
 
 def exact(value: float | str) -> Any:
-    """Encode a float or text so that canonical JSON distinguishes it from every other value.
+    """Encode a float or text so that its canonical JSON differs from that of every other value.
 
-    Canonical JSON by itself folds -0.0 into 0.0, writes 1.5 as a text that could also be a text, and refuses
-    NaN and infinity. Those few values become a mapping of one entry; all others stay as they are.
+    Canonical JSON by itself writes -0.0 as 0.0, writes 1.5 as the text "0x1.8p+0", which could also be given
+    as a text, and refuses NaN and infinity. These few values become a mapping of one entry; all others stay
+    as they are.
 
     Arguments:
         value: A built-in float or str.
@@ -66,7 +67,16 @@ def exact(value: float | str) -> Any:
 
 
 def digest(kind: str, *parts: Any) -> str:
-    """64 hex digits for plain values; the same values under another `kind` give another digest."""
+    """sha256 (64 hex digits) of plain values.
+
+    Arguments:
+        kind: Word for what is digested; the same values under another word have another digest.
+        parts: Plain values: numbers, strings, lists, mappings.
+
+    Raises:
+        TypeError: A value has no canonical form.
+        ValueError: NaN, infinity, or an integer beyond 2**53.
+    """
     return hashlib.sha256(canonical_json([kind, *parts]).encode()).hexdigest()
 
 
@@ -79,7 +89,7 @@ def content_digest(*parts: Buffer) -> str:
 
 
 def array_digest(array: npt.NDArray[Any]) -> str:
-    """`sha256:<hex>` of an array's dtype, shape and bytes (C order, little-endian). TypeError for no
+    """`sha256:<hex>` of an array's dtype, shape and bytes (C order, little-endian); TypeError unless it holds
     numbers."""
     name = _dtype_name(array.dtype)
     little = np.ascontiguousarray(array, array.dtype if name == "bfloat16" else array.dtype.newbyteorder("<"))
@@ -90,10 +100,8 @@ def array_digest(array: npt.NDArray[Any]) -> str:
 
 
 def raw_bytes(array: npt.NDArray[Any]) -> memoryview:
-    """Bytes of a contiguous array, without a copy.
-
-    By way of uint8, because `array.data` refuses bfloat16, which the buffer protocol lacks.
-    """
+    """Bytes of a contiguous array, without a copy."""
+    # By way of uint8, because `array.data` refuses bfloat16, which the buffer protocol lacks.
     return array.reshape(-1).view(np.uint8).data
 
 
@@ -142,33 +150,36 @@ def _plain(value: Any) -> Any:
         # By canonical text: items of a set may be of types that cannot be compared.
         return sorted((_plain(item) for item in value), key=canonical_json)
     raise TypeError(
-        f"expected plain values (numbers, strings, lists, mappings), found {type(value).__name__} "
-        f"{value!r:.80}; its identity cannot be established, so it has no place in a key"
+        f"a key can contain plain values only (numbers, strings, lists, mappings), found "
+        f"{type(value).__name__} {value!r:.80}; convert it first"
     )
 
 
 def _integer(value: int) -> int:
+    """The integer, if every JSON reader keeps it exactly; ValueError otherwise."""
     if abs(value) > LARGEST:
-        raise ValueError(
-            f"expected integers within 2**53, which every JSON reader keeps exactly, found {value}"
-        )
+        raise ValueError(f"a key can contain integers within 2**53 only, found {value}")
     return value
 
 
 def _float(value: float) -> str:
+    """A finite float as the text of its exact value, such as "0x1.8p+0"."""
     if not math.isfinite(value):
-        raise ValueError(f"expected a finite number, found {value}")
+        raise ValueError(f"a key can contain finite numbers only, found {value}")
     return (value + 0.0).hex()  # -0.0 + 0.0 is 0.0
 
 
 def _name(key: Any) -> str:
+    """The name of an item of a mapping; TypeError if it is no text."""
     if not isinstance(key, str):
-        raise TypeError(f"expected names as mapping keys, found {key!r}")
+        raise TypeError(f"mappings in a key can have text names only, found {key!r}")
     return key
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
     """Zarr v3's name of a numeric dtype, without the byte order; TypeError for other dtypes."""
     if dtype.kind not in "biufc" and dtype.name != "bfloat16":
-        raise TypeError(f"expected a dtype of numbers, found {dtype}; its bytes do not determine its content")
+        raise TypeError(
+            f"only arrays of numbers can be digested, found dtype {dtype}; convert the array first"
+        )
     return str(dtype.name)

@@ -25,7 +25,7 @@ __all__ = ["MizarrBackend"]
 
 
 class MizarrBackend(BackendEntrypoint):
-    """xarray backend for the folders of runs and results."""
+    """xarray backend `engine="mizarr"` for the folders of stored runs and results."""
 
     description: ClassVar[str] = "Open a stored run or result of mizarr, labelled and lazy"
     open_dataset_parameters: ClassVar[tuple[str, ...]] = ("filename_or_obj", "drop_variables")
@@ -33,7 +33,7 @@ class MizarrBackend(BackendEntrypoint):
     def open_dataset(
         self, filename_or_obj: Any, *, drop_variables: str | Iterable[str] | None = None
     ) -> xr.Dataset:
-        """Open one folder, lazy, with the `.mi` accessor.
+        """Open the folder of a stored run or result as a lazy dataset with the `.mi` accessor.
 
         Arguments:
             filename_or_obj: Path or URL of the folder of a run or result.
@@ -48,6 +48,7 @@ class MizarrBackend(BackendEntrypoint):
 
 
 def _opened(path: Any) -> xr.Dataset:
+    """Open the run or result in a folder; EntryNotFound for any other path."""
     from .reading import accessor  # noqa: F401 - registers ds.mi
     from .reading.datasets import entry_at, open_entry
     from .results import DATASET, read_result_at
@@ -68,6 +69,8 @@ def _opened(path: Any) -> xr.Dataset:
             if DATASET in subfolders:
                 return read_result_at(*location)
     raise EntryNotFound(
-        f"expected the folder of a stored run or result, such as STORE/data/35/35be…, found {str(path)!r}; "
-        "dataset.encoding['source'] tells where one lies, and `mizarr capture --json` as \"data\""
+        f"engine='mizarr' opens the folder of a stored run or result, such as STORE/data/35/35be…, found "
+        f"{str(path)!r}; dataset.encoding['source'] is the folder of an opened one, and `mizarr capture "
+        "--json` "
+        'prints it as "data"'
     )

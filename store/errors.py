@@ -34,8 +34,8 @@ import difflib
 from collections.abc import Iterable
 
 REPAIR = (
-    "run `mizarr verify --quarantine`, which sets aside what is damaged; the next capture or compute makes "
-    "just that again"
+    "run `mizarr verify --quarantine`, which sets damaged files aside, and repeat the command that computed "
+    "them"
 )
 """Advice in every message about damaged files."""
 
@@ -81,7 +81,7 @@ class HookPointNotFound(MizarrError, KeyError):
 
 
 class InterventionError(MizarrError, ValueError):
-    """An intervention cannot be applied as asked."""
+    """An intervention cannot be applied to the given model, hook point or positions."""
 
 
 class ShapeError(MizarrError, ValueError):
@@ -93,7 +93,7 @@ class NotFinite(MizarrError, ArithmeticError):
 
 
 class StageError(MizarrError, ValueError):
-    """A stage is declared or called in an invalid way."""
+    """A stage (cached analysis function) is declared or called in an invalid way."""
 
 
 class SourceChanged(StageError):
@@ -101,7 +101,7 @@ class SourceChanged(StageError):
 
 
 class PlanError(MizarrError, ValueError):
-    """A plan cannot be carried out, for example because it does not fit the memory given."""
+    """Planned computations cannot be carried out, for example because they exceed the memory limit."""
 
 
 class MissingExtra(MizarrError, ImportError):
@@ -137,22 +137,22 @@ class CorruptEntry(StoreError):
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The known name with the most similar spelling.
+    """The known name with the most similar spelling to an unknown one; None if no spelling is similar.
 
     Arguments:
         name: The unknown name.
         candidates: All known names.
-
-    Returns:
-        None if no spelling is similar.
     """
     matches = difflib.get_close_matches(str(name), list(candidates), n=1, cutoff=0.5)
     return matches[0] if matches else None
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """End of a message, "; did you mean 'power'?"; empty if no known name is similar. Arguments: see
-    `nearest`.
+    """End of a message that suggests the most similar known name; empty if no spelling is similar.
+
+    Arguments:
+        name: The unknown name.
+        candidates: All known names.
 
     >>> did_you_mean("pover", ["power", "axis"])
     "; did you mean 'power'?"

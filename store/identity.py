@@ -26,12 +26,12 @@ are digested, and a path would make the digest depend on where a store lies."""
 
 
 def model_of(array: xr.DataArray | xr.Dataset) -> dict[str, str]:
-    """Model attributes of an array, to be copied to derived arrays; {} without a model."""
+    """Attribute that identifies an array's model, to be copied to derived arrays; {} if it has none."""
     return {DIGEST: str(array.attrs[DIGEST])} if DIGEST in array.attrs else {}
 
 
 def model_name(array: xr.DataArray | xr.Dataset) -> str | None:
-    """Model name noted when the run was stored; None if unknown."""
+    """Name under which the model of an array was captured; None if unknown."""
     if SOURCE not in array.encoding:
         return None
     try:
@@ -47,21 +47,22 @@ def require_same_model(**arrays: Any) -> None:
     """Check that labelled arrays come from one model.
 
     Arguments:
-        arrays: By the name for messages. Arrays without a model and other values are ignored.
+        arrays: Arrays by their names for messages. Arrays without a model and other values are ignored.
 
     Raises:
-        StageError: Two come from different models; the message names both.
+        StageError: Two arrays come from different models; the message names both.
     """
     identified = {name: array for name, array in arrays.items() if DIGEST in getattr(array, "attrs", {})}
     for name, array in identified.items():
         first_name = next(iter(identified))
         if array.attrs[DIGEST] != identified[first_name].attrs[DIGEST]:
             raise StageError(
-                f"expected arrays of one model, found {first_name!r} of {_describe(identified[first_name])} "
-                f"and {name!r} of {_describe(array)}; capture both with the same weights and dtype"
+                f"the inputs are of different models: {first_name!r} of {_describe(identified[first_name])}, "
+                f"{name!r} of {_describe(array)}; capture both with the same weights and dtype"
             )
 
 
 def _describe(array: xr.DataArray | xr.Dataset) -> str:
+    """Name and short digest of an array's model, for messages."""
     digest, name = str(array.attrs[DIGEST]).rpartition(":")[2][:12], model_name(array)
     return digest if name is None else f"{name} ({digest})"

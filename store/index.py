@@ -35,10 +35,10 @@ _VARIABLES = 500  # bound parameters per SQL statement; old SQLite allows 999
 
 
 class _Cache:
-    """A SQLite file that may be locked, damaged or deleted at any moment.
+    """Cache in a SQLite file that may be locked, damaged or deleted at any moment, which is no error.
 
     Arguments:
-        path: Created on first write; None keeps the cache in memory of this process.
+        path: The file, created on first write; None keeps the cache in memory of this process.
         read_only: Whether writes are ignored; a missing file then reads as empty.
     """
 
@@ -62,6 +62,7 @@ class _Cache:
         self._connection = None
 
     def _read(self, query: Callable[[sqlite3.Connection], T], nothing: T) -> T:
+        """Result of a query; `nothing` if the file is missing or cannot be read."""
         with self._lock:
             try:
                 db = self._connect()
@@ -70,6 +71,7 @@ class _Cache:
                 return nothing
 
     def _write(self, change: Callable[[sqlite3.Connection], object]) -> None:
+        """Apply a change in one transaction; drop it if the file cannot be written."""
         if self._read_only:
             return
         with self._lock:
@@ -89,6 +91,7 @@ class _Cache:
                         return
 
     def _connect(self) -> sqlite3.Connection | None:
+        """The open connection; opens it on first use and after a fork. None if there is no such file."""
         if self._connection is not None and self._pid == os.getpid():
             return self._connection
         # After a fork the parent's connection would corrupt the database: it is dropped without being closed.
@@ -122,7 +125,7 @@ class _Cache:
 
 
 class StoreIndex(_Cache):
-    """Index of one store: prompt -> entry and row, folder -> last use."""
+    """Index of one store: which run has a prompt and in which row, and when a folder was last used."""
 
     schema = """
         CREATE TABLE IF NOT EXISTS prompts (family TEXT, prompt TEXT, data TEXT, row INTEGER,
@@ -135,25 +138,25 @@ class StoreIndex(_Cache):
         self._used: dict[str, float] = {}
 
     def add_prompts(self, family: str, data: str, prompts: Iterable[str]) -> None:
-        """Record that row i of entry `data` is the i-th of `prompts`.
+        """Enter the prompts of a run into the index.
 
         Arguments:
             family: Digest of all else that the run depends on (model, interventions, numerics, dtype).
-            data: Folder of the entry.
-            prompts: Digests of its prompts.
+            data: Folder of the run.
+            prompts: Digests of the run's prompts, in order.
         """
         rows = [(family, prompt, data, row) for row, prompt in enumerate(prompts)]
         self._write(lambda db: db.executemany("INSERT OR IGNORE INTO prompts VALUES (?, ?, ?, ?)", rows))
 
     def find_prompts(self, family: str, prompts: Sequence[str]) -> dict[str, dict[str, int]]:
-        """Entries that contain some of the prompts.
+        """Find the runs that contain some of the prompts.
 
         Arguments:
-            family: See `add_prompts`.
+            family: Digest of all else that the run depends on, see `add_prompts`.
             prompts: Digests of the prompts.
 
         Returns:
-            Folder of the entry -> {prompt digest: row}.
+            Folder of the run -> {digest of a prompt: its number in the run}.
         """
 
         def read(db: sqlite3.Connection) -> dict[str, dict[str, int]]:
@@ -171,7 +174,7 @@ class StoreIndex(_Cache):
         return self._read(read, {})
 
     def touch(self, data: str) -> None:
-        """Note that a folder is in use now."""
+        """Note that the run or result in a folder is used now, which garbage collection goes by."""
         now = time.time()
         if now - self._used.get(data, 0.0) < _USE_RESOLUTION:
             return
@@ -180,7 +183,7 @@ class StoreIndex(_Cache):
         self._write(lambda db: db.execute("INSERT OR REPLACE INTO uses VALUES (?, ?)", (data, now)))
 
     def last_used(self) -> dict[str, float]:
-        """Time of the last noted use, seconds since the epoch, by folder."""
+        """Folder -> time of its last noted use, in seconds since the epoch."""
         nothing: list[tuple[str, object]] = []
         now, query = time.time(), "SELECT data, at FROM uses"
         uses = self._read(lambda db: db.execute(query).fetchall(), nothing)
@@ -203,12 +206,12 @@ class StoreIndex(_Cache):
 
 
 class FileDigests(_Cache):
-    """Cache of sha256 digests of files, by real path, stamp and a digest of sixteen blocks spread over the
-    file.
+    """Cache of the sha256 digests of files, which are valid until a file changes.
 
-    A file that changed within one clock tick before it was read, or is dated in the future, is not cached, as
-    its next change might not change the stamp. The blocks are for file systems on which a stamp can survive a
-    change: without a reliable ctime, or with the clock of another machine.
+    A change is noticed by the file's stamp (inode, size, times) and a digest of sixteen blocks of it. A file
+    that changed within one clock tick before it was read, or is dated in the future, is not cached, as its
+    next change might not change the stamp. The blocks are for file systems on which a stamp can survive a
+    change: those without a reliable ctime, or with the clock of another machine.
     """
 
     schema = """
@@ -221,7 +224,7 @@ class FileDigests(_Cache):
         for _ in range(_ATTEMPTS):
             before, now = real.stat(), time.time()
             state = _state(real, before)
-            if (cached := self._known(real, state)) is not None:
+            if (cached := self._cached_digest(real, state)) is not None:
                 return cached
             computed = file_digest(real)
             # Otherwise the file was written while it was digested, and the digest belongs to no version of
@@ -230,17 +233,23 @@ class FileDigests(_Cache):
                 if is_settled(before, now):
                     self._remember(real, state, computed)
                 return computed
-        raise OSError(f"{real} is being written while it is digested; wait until it is whole")
+        raise OSError(f"the file {real} changes while it is read; wait until it is written completely")
 
     @staticmethod
     def state(path: Path) -> tuple[str, bool]:
-        """Cache key of a file's content, and whether its next change is certain to change the key. OSError if
-        unreadable."""
+        """Describe the state of a file without reading it whole.
+
+        Returns:
+            Text that changes when the file changes, and whether the next change is certain to change it.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
         real, now = path.resolve(), time.time()
         status = real.stat()
         return _state(real, status), is_settled(status, now)
 
-    def _known(self, real: Path, state: str) -> str | None:
+    def _cached_digest(self, real: Path, state: str) -> str | None:
         query = "SELECT digest FROM files WHERE path = ? AND stat = ?"
         row = self._read(lambda db: db.execute(query, (str(real), state)).fetchone(), None)
         return None if row is None else str(row[0])
@@ -251,8 +260,8 @@ class FileDigests(_Cache):
 
 
 class Verdicts(_Cache):
-    """Cache of slow checks: subject (a digest) and witness (name and version of the check) -> verdict, a
-    text."""
+    """Cache of results of slow checks: (digest of what was checked, name and version of the check) -> result,
+    a text."""
 
     schema = """
         CREATE TABLE IF NOT EXISTS verdicts (subject TEXT, witness TEXT, verdict TEXT,
@@ -260,7 +269,8 @@ class Verdicts(_Cache):
     """
 
     def find(self, subject: str) -> dict[str, str]:
-        """All verdicts on a subject, by witness."""
+        """Results of all checks of a subject (given by its digest): name and version of the check ->
+        result."""
         return self._read(
             lambda db: dict(
                 db.execute("SELECT witness, verdict FROM verdicts WHERE subject = ?", (subject,)).fetchall()
@@ -274,7 +284,7 @@ class Verdicts(_Cache):
         Arguments:
             subject: Digest of what was checked.
             witness: Name and version of the check.
-            verdict: Its result.
+            verdict: Result of the check, a text.
         """
         self._write(
             lambda db: db.execute(
@@ -289,13 +299,12 @@ def file_digests() -> FileDigests:
 
 
 def layout_verdicts() -> Verdicts:
-    """The user's cache of checks of unknown model families against transformers."""
+    """The user's cache of checks in which unknown model families were compared with transformers."""
     return Verdicts(_user_cache() / "layouts.sqlite")
 
 
 def encodings() -> Verdicts:
-    """The user's cache of encoded texts, for tokenizers that are slow to load; deleted when it grows too
-    large."""
+    """The user's cache of encoded texts, for tokenizers that are slow to load; deleted above 64 MiB."""
     path = _user_cache() / "encodings.sqlite"
     with suppress(OSError):
         if path.stat().st_size > _MOST_ENCODINGS:
@@ -304,6 +313,7 @@ def encodings() -> Verdicts:
 
 
 def _user_cache() -> Path:
+    """The user's cache folder, created if possible."""
     folder = cache_folder()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -311,6 +321,7 @@ def _user_cache() -> Path:
 
 
 def _state(real: Path, status: os.stat_result) -> str:
+    """Text that changes when a file changes: its stamp, and a digest of sixteen blocks."""
     return f"{':'.join(map(str, stamp(status)))}:{_sample(real, status.st_size)}"
 
 

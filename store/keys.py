@@ -21,17 +21,17 @@ NUMERIC = {"batching": "by length, right-padded, from the corpus alone", "determ
 
 
 class _Key:
-    """Base class of keys: a request of plain values and its digest."""
+    """Base class of keys: what identifies a computation, as plain values, and the digest of these values."""
 
     kind = "key"
 
     def request(self) -> dict[str, Any]:
-        """The key as plain values, as digested and noted in provenance."""
+        """The plain values that identify the computation; they are digested, and noted in provenance."""
         raise NotImplementedError
 
     @cached_property
     def digest(self) -> str:
-        """Digest of kind and request, 64 hex digits."""
+        """sha256 of the kind of key and its plain values, 64 hex digits."""
         return digest(self.kind, self.request())
 
     @property
@@ -42,7 +42,10 @@ class _Key:
 
 @dataclass(frozen=True)
 class ModelIdentity(_Key):
-    """Model identity: digests of weights and config, forward version, dtype. Names are not unique."""
+    """Identity of a model: digests of its weights and config, version of the forward pass, dtype.
+
+    The name of the model is not part of it, as names are not unique.
+    """
 
     weights: str
     """"sha256:…" over the digests of the weight files."""
@@ -51,14 +54,14 @@ class ModelIdentity(_Key):
     forward: str
     """Version of the forward pass, e.g. "transformer/1"."""
     dtype: str
-    """Dtype of the computation."""
+    """Dtype in which the model computes, e.g. "float32"."""
     attention: str = "sdpa"
-    """Implementation of attention where no hook point of it is captured."""
+    """Implementation of attention in layers where no hook point inside attention is captured."""
 
     kind = "model"
 
     def request(self) -> dict[str, Any]:
-        """All fields by name."""
+        """All fields by name, as plain values."""
         return asdict(self)
 
 
@@ -67,9 +70,9 @@ class RunKey(_Key):
     """Identity of a run: one model over one set of prompts under one set of interventions."""
 
     model: str
-    """`ModelIdentity.digest`."""
+    """Digest of the model (`ModelIdentity.digest`)."""
     prompt: str
-    """`PackedTokens.digest`."""
+    """Digest of the prompts' token ids (`PackedTokens.digest`)."""
     hooks: str
     """Digest of the canonical interventions. Captures are not digested: they only select from a run."""
 
@@ -77,11 +80,11 @@ class RunKey(_Key):
 
     @classmethod
     def of_request(cls, request: Mapping[str, Any]) -> RunKey:
-        """Parse a `request`; KeyError if a digest is missing."""
+        """Create the key from plain values that `request` returned; KeyError if a digest is missing."""
         return cls(request["model"], request["prompt"], request["hooks"])
 
     def request(self) -> dict[str, Any]:
-        """The three digests, and how batches are formed."""
+        """The digests of model, prompts and interventions, and how batches are formed."""
         return {"model": self.model, "prompt": self.prompt, "hooks": self.hooks, "numeric": NUMERIC}
 
 
@@ -101,7 +104,7 @@ class ActivationKey(_Key):
     kind = "activation"
 
     def request(self) -> dict[str, Any]:
-        """Digest of the run, and the array's fields."""
+        """Digest of the run, and variable, layer and dtype of the array."""
         return {"run": self.run.digest, "variable": self.variable, "layer": self.layer, "dtype": self.dtype}
 
 
@@ -117,14 +120,14 @@ class ResultKey(_Key):
     """
 
     stage: str
-    """Name of the stage; "<stage>/cell" for one of its cells."""
+    """Name of the stage, e.g. "logit_lens"; "logit_lens/cell" for a part that is computed by itself."""
     version: int | str
     """Declared version of the stage, raised when its numbers change; else a digest of its code."""
     params: Mapping[str, Any] = field(default_factory=dict)
-    """Value of each parameter as plain values, defaults included."""
+    """Plain value of each parameter of the stage by name, defaults included."""
     inputs: Mapping[str, str] = field(default_factory=dict)
-    """Content digest R of each input. Never its key: a recomputed input with equal content then changes
-    nothing downstream (early cutoff)."""
+    """Content digest of each input by name. Never its key: an input that is computed again with equal content
+    then changes nothing downstream (early cutoff)."""
 
     kind = "result"
 
@@ -135,7 +138,7 @@ class ResultKey(_Key):
         self.digest  # noqa: B018 - computed and kept
 
     def request(self) -> dict[str, Any]:
-        """All fields by name."""
+        """All fields by name, as plain values."""
         return {
             "stage": self.stage,
             "version": self.version,

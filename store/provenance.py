@@ -25,12 +25,12 @@ _LIBRARIES = ("mizarr", "torch", "zarr", "xarray", "dask", "numpy")
 
 
 def put_provenance(files: Folder, data: str, note: Mapping[str, Any]) -> None:
-    """Add a note on a run or result.
+    """Store a note on how a run or result was computed, with versions, host and time added.
 
     Arguments:
         files: The store's files.
         data: Folder of the run or result.
-        note: Plain JSON values.
+        note: Fields of the note, as plain JSON values.
     """
     now = datetime.now(UTC)
     # Names sort by time, and the random part lets two processes write in the same microsecond.
@@ -40,7 +40,7 @@ def put_provenance(files: Folder, data: str, note: Mapping[str, Any]) -> None:
 
 
 def get_provenance(files: Folder, data: str) -> list[dict[str, Any]]:
-    """All notes on a run or result, oldest first.
+    """Read all notes on how a run or result was computed, oldest first.
 
     Arguments:
         files: The store's files.
@@ -55,28 +55,33 @@ def get_provenance(files: Folder, data: str) -> list[dict[str, Any]]:
 
 
 def model_note(files: Folder, data: str) -> dict[str, Any] | None:
-    """Oldest note that names the model of a run; arguments as for `get_provenance`.
+    """Read the oldest note that names the model of a run; None if no note does.
 
-    Not every note does: notes of workflows lie in the same folder.
-
-    Returns:
-        None if the model was not noted.
+    Arguments:
+        files: The store's files.
+        data: Folder of the run.
     """
     notes = get_provenance(files, data)
     return next((note for note in notes if isinstance(note.get("model"), str)), None)
 
 
 def note_names(files: Folder, data: str) -> list[str]:
-    """Paths of all notes and prompt labels of a run or result, oldest first; arguments as for
-    `get_provenance`."""
+    """Paths of all notes and prompt labels of a run or result, relative to the store, oldest first.
+
+    Arguments:
+        files: The store's files.
+        data: Folder of the run or result.
+    """
     names = files.children(f"{data}/provenance")
     return sorted(f"{data}/provenance/{name}" for name in names if name != "zarr.json")
 
 
 @cache
 def environment() -> dict[str, Any]:
-    """Versions of Python and libraries, host and process. From package metadata, so no library is
-    imported."""
+    """Versions of Python and libraries, host and process id, as noted with every computation.
+
+    Versions come from package metadata, so no library is imported.
+    """
     versions = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:
@@ -92,5 +97,5 @@ def environment() -> dict[str, Any]:
 
 
 def as_json(value: Mapping[str, Any]) -> bytes:
-    """Format a small JSON file: sorted, indented, with a final newline. TypeError for non-JSON values."""
+    """Content of a small JSON file: sorted, indented, with a final newline. TypeError for non-JSON values."""
     return json.dumps(value, sort_keys=True, indent=1, allow_nan=False).encode() + b"\n"

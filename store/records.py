@@ -15,27 +15,27 @@ from .errors import REPAIR, CorruptEntry
 from .sealed import sealed, unsealed
 
 ACTIVATION = "activation"
-"""Record kind of a run's cell (variable, layer)."""
+"""Kind of the record of a captured array (variable, layer) of a run."""
 RESULT = "result"
-"""Record kind of a stage's result."""
+"""Kind of the record of a stage's result."""
 _DATA = re.compile(r"data/[0-9a-f]{2}/[0-9a-f]+(\.[0-9a-f]+)?")
 _FIELDS = ("kind", "data", "content", "created", "label")
 
 
 @dataclass(frozen=True)
 class Record:
-    """One published array or result."""
+    """Where the data of one published array or result lies, and what its content is."""
 
     key: str
-    """Digest of the request, 64 hex digits; also the file name."""
+    """Digest of the key under which the data is published, 64 hex digits; also the name of the file."""
     kind: str
-    """`ACTIVATION` or `RESULT`."""
+    """"activation" for an array of a run, "result" for the result of a stage."""
     data: str
     """Folder of the data, relative to the store, e.g. "data/ab/ab12…"."""
     content: str
-    """R, "sha256:…" over what was computed."""
+    """Content digest of the data, "sha256:…"."""
     created: str
-    """UTC, ISO 8601, to the second."""
+    """Time of publication: UTC, ISO 8601, to the second."""
     label: str = ""
     """Readable name, e.g. "resid_post/5" or "logit_lens/1"."""
 
@@ -50,15 +50,15 @@ class Record:
         return key_path(self.key)
 
     def to_bytes(self) -> bytes:
-        """Content of the key file."""
+        """Content of the record's file, with its checksum."""
         return sealed({name: getattr(self, name) for name in _FIELDS})
 
     @classmethod
     def from_bytes(cls, key: str, text: bytes) -> Record:
-        """Parse a key file.
+        """Parse the file of a record.
 
         Arguments:
-            key: The key, 64 hex digits.
+            key: Digest of the key, 64 hex digits.
             text: Content of the file.
 
         Raises:
@@ -69,16 +69,17 @@ class Record:
         # The path comes from a file that may have been manipulated; it must stay inside `data/`.
         if not _DATA.fullmatch(record.data) or ".." in record.label:
             raise CorruptEntry(
-                f"{key_path(key)}: expected a folder of the store, found {record.data!r:.80}; {REPAIR}"
+                f"{key_path(key)}: expected a record that names a folder data/ab/… of the store, found "
+                f"{record.data!r:.80}; {REPAIR}"
             )
         return record
 
 
 def key_path(key: str) -> str:
-    """Path of a key file, relative to the store."""
+    """Path of the record's file of a key (64 hex digits), relative to the store."""
     return f"keys/{key[:2]}/{key}.json"
 
 
 def now() -> str:
-    """Current time in the form of records: UTC, ISO 8601, whole seconds."""
+    """Current time as records state it: UTC, ISO 8601, whole seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")

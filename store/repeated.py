@@ -21,8 +21,8 @@ class Repeated:
     def __init__(self, seconds: float, action: Callable[[], object], name: str) -> None:
         """
         Arguments:
-            seconds: Between two calls, and before the first.
-            action: Function to call; an exception ends the thread.
+            seconds: Time between two calls, and before the first.
+            action: Function to call without arguments; an exception ends the thread.
             name: Name of the thread.
         """
         self._stopped = threading.Event()
@@ -41,7 +41,8 @@ class Repeated:
         """End the thread; may be called again.
 
         Arguments:
-            wait: Whether to wait for a running call. Not while holding a lock that the function takes.
+            wait: Whether to wait for the end of a running call. Must be False while the caller holds a lock
+                that the function takes.
         """
         self._stopped.set()
         if wait and self._thread.ident is not None:

@@ -1,4 +1,4 @@
-"""Derived results: labelled datasets of any size, written once and found by key.
+"""Results of stages on disk: labelled datasets of any size, written once and found by key.
 
 Every attempt to store a result writes a folder of its own with an ordinary Zarr v3 group, which plain
 `xr.open_zarr` reads. The attempt becomes the result when `keys/<key>.json` names it. The first attempt wins
@@ -7,8 +7,8 @@ stray folder nobody reads.
 
     data/<ab>/<key>.<random>/
         dataset/                  the Zarr group, one level down, as Zarr warns of other members in a group
-        manifest.json             R and, for `verify`, {path: [size, digest]}
-        provenance/<when>.json    request, parents, versions; never part of R
+        manifest.json             content digest and, for `verify`, {path: [size, digest]}
+        provenance/<when>.json    request, inputs, versions; part of no digest
 
 Text is stored as Zarr's `string`, because fixed-length unicode has no Zarr v3 specification and other readers
 refuse it. Values are stored without fill values, scaling or compression (float activations would gain at most
@@ -46,25 +46,27 @@ log = logging.getLogger(__name__)
 
 DATASET = "dataset"
 """Folder of the Zarr group within the folder of a result."""
-_DESCRIPTION = "/zarr.json"
+_METADATA = "/zarr.json"  # end of the path of the metadata file of an array or group
 # bytes up to which an in-memory array is stored as one chunk, and a result opens without dask
-_WHOLE = 64 << 20
+_ONE_CHUNK_BYTES = 64 << 20
 _LONGEST_NAME = 200  # bytes of UTF-8: file systems allow 255, and temporary file names add some
-_CHUNK = 16 << 20  # bytes per chunk of larger in-memory arrays
+_CHUNK_BYTES = 16 << 20  # per chunk of larger in-memory arrays
 
 
 def require_storable_names(names: Iterable[object]) -> None:
-    """Raise ShapeError for a variable whose name cannot be a folder name, as each is stored in a folder."""
+    """Raise ShapeError for a variable name that is no valid folder name: each variable is a folder on
+    disk."""
     for name in names:
         is_plain = isinstance(name, str) and "/" not in name and is_below(name) and not name.startswith(".")
-        if not is_plain or f"/{name}" == _DESCRIPTION or not _fits(str(name)):
+        if not is_plain or f"/{name}" == _METADATA or not _is_short_enough(str(name)):
             raise ShapeError(
-                f"expected variables named by 1 to {_LONGEST_NAME} bytes of UTF-8 without '/', '\\' and "
-                f"control characters, not '.…' and not {_DESCRIPTION[1:]!r}, found {name!r:.80}; rename it"
+                f"the variable name {name!r:.80} cannot be stored; rename it to 1 to {_LONGEST_NAME} bytes "
+                "of UTF-8 without '/', '\\' and control characters, no '.' in front, and not "
+                f"{_METADATA[1:]!r}"
             )
 
 
-def _fits(name: str) -> bool:
+def _is_short_enough(name: str) -> bool:
     try:
         return len(name.encode()) <= _LONGEST_NAME
     except UnicodeEncodeError:  # a lone surrogate
@@ -72,23 +74,22 @@ def _fits(name: str) -> bool:
 
 
 def prepare(dataset: xr.Dataset) -> tuple[xr.Dataset, dict[str, dict[str, Any]]]:
-    """Convert a dataset to storable form without computing it.
+    """Convert a dataset to the form that is written to Zarr, without computing dask arrays.
 
     Returns:
-        The dataset, and the Zarr encoding of each variable.
+        The converted dataset, and the arguments of xarray's Zarr `encoding` for each variable.
 
     Raises:
         ShapeError: A name or dtype cannot be stored.
     """
     require_storable_names(dataset.variables)
-    # The encoding describes the file the dataset was opened from (chunks, filters) and must not shape this
-    # one.
+    # The encoding describes the file the dataset was opened from (chunks, filters), not the file to write.
     dataset = shielded(dataset.drop_encoding())
-    texts = {}
+    text_variables = {}
     for name, variable in dataset.variables.items():
         if storable_dtype(str(name), variable.dtype) == "string":
-            texts[name] = (variable.dims, as_text(str(name), variable), variable.attrs)
-    dataset = with_variables(dataset, texts)
+            text_variables[name] = (variable.dims, as_text(str(name), variable), variable.attrs)
+    dataset = with_variables(dataset, text_variables)
     from zarr.codecs import Crc32cCodec
 
     encoding = {
@@ -99,12 +100,13 @@ def prepare(dataset: xr.Dataset) -> tuple[xr.Dataset, dict[str, dict[str, Any]]]
 
 
 def _chunks(variable: xr.Variable) -> tuple[int, ...]:
+    """Shape of the Zarr chunks of a variable: its largest dask chunk, or some rows of an in-memory array."""
     if variable.chunks is not None:
         return tuple(max(1, *sizes) for sizes in variable.chunks)
     shape = tuple(max(1, size) for size in variable.shape)
-    if variable.nbytes <= _WHOLE or not shape:
+    if variable.nbytes <= _ONE_CHUNK_BYTES or not shape:
         return shape
-    rows = max(1, _CHUNK * shape[0] // variable.nbytes)
+    rows = max(1, _CHUNK_BYTES * shape[0] // variable.nbytes)
     return (rows, *shape[1:])
 
 
@@ -123,8 +125,8 @@ def write_result(
         files: The store's files.
         key: Key of the result.
         dataset: The result.
-        provenance: Plain values.
-        confirm: Called after writing and before publishing; an exception abandons the attempt.
+        provenance: Plain values on how the result was computed; stored beside it, part of no digest.
+        confirm: Called after writing and before publishing; if it raises, what was written is removed.
 
     Returns:
         The published record, which may be another writer's.
@@ -160,19 +162,31 @@ def _attempt(
     encoding: Mapping[str, Mapping[str, Any]],
     provenance: Mapping[str, Any],
 ) -> Record:
-    """Write data, manifest and provenance of an attempt; everything except the key."""
+    """Write the arrays, manifest and provenance of a result, but not the key file that makes it visible.
+
+    Arguments:
+        files: The store's files.
+        data: New folder of this attempt, relative to the store.
+        key: Key of the result.
+        ready: Dataset returned by `prepare`.
+        encoding: Zarr encoding returned by `prepare`.
+        provenance: Plain values on how the result was computed.
+
+    Returns:
+        The record to publish.
+    """
     from .group.written import are_plain, write_arrays
 
     contents = []
 
     def fill(folder: Path) -> None:
+        # The content digest is taken of the dataset as it will be read, so that it holds for every reader.
         group_folder = folder / DATASET
-        if are_plain(ready, _WHOLE):
-            # R from what would be read back, so that writing and reading agree on it by construction.
+        if are_plain(ready, _ONE_CHUNK_BYTES):
             contents.append(content_of(_decoded(write_arrays(group_folder, ready))))
             return
         ready.to_zarr(group_folder, zarr_format=3, consolidated=False, encoding=encoding, align_chunks=True)
-        texts = {file.parent: file.read_bytes() for file in group_folder.glob(f"**{_DESCRIPTION}")}
+        texts = {file.parent: file.read_bytes() for file in group_folder.glob(f"**{_METADATA}")}
         metadata = {
             "" if array_folder == group_folder else array_folder.name: text
             for array_folder, text in texts.items()
@@ -190,16 +204,24 @@ def _attempt(
 
 
 def _earlier_record(files: Folder, record: Record, provenance: Mapping[str, Any]) -> Record:
-    """Record of the earlier writer; a different content is logged and noted as non-determinism."""
+    """Read the record that another writer published first; warn if its content differs from ours.
+
+    Arguments:
+        files: The store's files.
+        record: Record of our own attempt, under the same key.
+        provenance: How our attempt was computed; noted beside the stored result if the contents differ.
+    """
     text = files.get(record.path)
     if text is None:
         raise CorruptEntry(
-            f"{record.path} vanished while it was read: gc or quarantine ran; compute it again"
+            f"the record {record.path} of {record.label} was removed by `mizarr gc` or `mizarr verify "
+            "--quarantine` while it was read; run the command again"
         )
     published = Record.from_bytes(record.key, text)
     if published.content != record.content:
         log.warning(
-            "%s %s gave %s where %s is stored: it is not deterministic; the stored result stands",
+            "stage %s is not deterministic: computed again under key %s it gave content %s, stored is %s; "
+            "the stored result is kept",
             record.label,
             record.short,
             record.content,
@@ -211,7 +233,7 @@ def _earlier_record(files: Folder, record: Record, provenance: Mapping[str, Any]
 
 
 def read_group(files: Folder, folder: str, metadata: Mapping[str, bytes], label: str) -> xr.Dataset:
-    """Open the Zarr group of a result, lazy, values exactly as stored, variables sorted by name.
+    """Open the Zarr group of a result lazily: values exactly as stored, variables sorted by name.
 
     Arguments:
         files: The store's files.
@@ -230,8 +252,8 @@ def read_group(files: Folder, folder: str, metadata: Mapping[str, bytes], label:
 
 
 def _decoded(raw: xr.Dataset) -> xr.Dataset:
-    """Decode stored arrays (text, coordinates, shielded attributes), but neither fill values, scales nor
-    times."""
+    """Restore text, coordinates and hidden attributes of a stored dataset; values are not masked, scaled or
+    turned into times."""
     import xarray as xr
 
     decoded: xr.Dataset = xr.decode_cf(raw, mask_and_scale=False, decode_times=False)
@@ -239,21 +261,20 @@ def _decoded(raw: xr.Dataset) -> xr.Dataset:
 
 
 def read_result(files: Folder, record: Record) -> xr.Dataset:
-    """Open a stored result, lazy: directly over the files if it is small, as dask arrays otherwise.
+    """Open a stored result lazily: up to 64 MiB directly over its files, above as dask arrays.
 
     Arguments:
         files: The store's files.
         record: Published record of the result.
 
     Raises:
-        CorruptEntry: The folder is missing or its metadata does not match the manifest; on reading values,
-            also if a chunk does not match its checksum.
+        CorruptEntry: The folder is missing or its metadata does not match the manifest. Reading values later
+            raises it for a chunk that does not match its checksum.
     """
     dataset = _read(files, record.data, f"{record.label} {record.short}")
-    if dataset.nbytes <= _WHOLE:
+    if dataset.nbytes <= _ONE_CHUNK_BYTES:
         return dataset
-    # Named by folder, so that dask recognises equal arrays of separately opened datasets without hashing
-    # them.
+    # Dask hashes an array to name it. A name made of the folder is free, and equal where it is opened again.
     chunked = {
         str(name): variable.chunk(
             dict(zip(variable.dims, variable.encoding["chunks"], strict=True)),
@@ -266,74 +287,93 @@ def read_result(files: Folder, record: Record) -> xr.Dataset:
 
 
 def read_result_at(files: Folder, data: str) -> xr.Dataset:
-    """Open the result in a folder, lazy, without dask; raises like `read_result`.
+    """Open the result in a folder lazily, without dask.
 
     Arguments:
         files: The store's files.
-        data: Folder of the result.
+        data: Folder of the result, relative to the store.
+
+    Raises:
+        CorruptEntry: See `read_result`.
     """
     return _read(files, data, f"result {data.rpartition('/')[2][:12]}")
 
 
 def _read(files: Folder, data: str, label: str) -> xr.Dataset:
-    """Open a result by its folder, verifying all that can be verified without reading values."""
+    """Open the result in a folder; verify the sizes of its files and the checksums of its metadata.
+
+    Arguments:
+        files: The store's files.
+        data: Folder of the result, relative to the store.
+        label: Name of the result in messages.
+    """
     from .group.stored import damage_errors
 
     folder = f"{data}/{DATASET}"
-    metadata = _descriptions(files, data, label)
+    metadata = _verified_metadata(files, data, label)
     with damage_errors(label, files.where(folder)):
         return read_group(files, folder, metadata, label)
 
 
-def _descriptions(files: Folder, data: str, label: str) -> dict[str, bytes]:
-    """Read and verify the `zarr.json` of each array by name, and of the group under "".
+def _verified_metadata(files: Folder, data: str, label: str) -> dict[str, bytes]:
+    """Read the `zarr.json` of each array, by name, and of the group, under ""; arguments as for `_read`.
 
     Raises:
-        CorruptEntry: One differs from the manifest, or a chunk file has another size. (A missing chunk file
-            would otherwise read as zeros.)
+        CorruptEntry: A `zarr.json` differs from its checksum in the manifest, or a chunk file from its size
+            there. (A missing chunk file would otherwise read as zeros.)
     """
     name = f"{data}/manifest.json"
     text = files.get(name)
     if text is None:
-        raise CorruptEntry(f"{label}: expected its list of files, {name}, found none; {REPAIR}")
-    listed = files_of(name, unsealed(name, text))
+        raise CorruptEntry(f"{label}: its list of files, {name}, is missing; {REPAIR}")
+    manifest = files_of(name, unsealed(name, text))
     # Sizes only; reading values later verifies each chunk's crc32c.
-    lengths = files.sizes(data, [file for file in listed if not file.endswith(_DESCRIPTION)])
+    chunk_sizes = files.sizes(data, [file for file in manifest if not file.endswith(_METADATA)])
     metadata = {}
-    for file, (size, checksum) in listed.items():
-        if file.endswith(_DESCRIPTION):
+    for file, (size, checksum) in manifest.items():
+        if file.endswith(_METADATA):
             content = files.get(f"{data}/{file}")
-            expected, actual = checksum, "none" if content is None else content_digest(content)
-            metadata[file.removeprefix(DATASET).removesuffix(_DESCRIPTION).strip("/")] = content or b""
+            expected, actual = checksum, "no file" if content is None else content_digest(content)
+            array_name = file.removeprefix(DATASET).removesuffix(_METADATA).strip("/")
+            metadata[array_name] = content or b""
         else:
-            expected, length = f"{size} bytes", lengths[file]
-            actual = "none" if length is None else f"{length} bytes"
+            expected, actual_size = f"{size} bytes", chunk_sizes[file]
+            actual = "no file" if actual_size is None else f"{actual_size} bytes"
         if actual != expected:
             raise CorruptEntry(f"{label}: {data}/{file}: expected {expected}, found {actual}; {REPAIR}")
-    _expect_bounded(metadata, listed, f"{label}: {data}/{DATASET}")
+    _require_possible_sizes(metadata, manifest, f"{label}: {data}/{DATASET}")
     return metadata
 
 
-def _expect_bounded(metadata: Mapping[str, bytes], listed: Mapping[str, tuple[int, str]], where: str) -> None:
-    """Raise CorruptEntry for arrays larger than their files can hold, or with invalid chunks."""
+def _require_possible_sizes(
+    metadata: Mapping[str, bytes], manifest: Mapping[str, tuple[int, str]], where: str
+) -> None:
+    """Raise CorruptEntry for an array that claims to be larger than its chunk files can hold.
+
+    Arguments:
+        metadata: `zarr.json` of each array by name; "" is the group.
+        manifest: File path -> (bytes, checksum).
+        where: Folder of the group, for messages.
+    """
     from .group.grids import expect_bounded
 
-    stored: Counter[str] = Counter()
-    for file, (size, _) in listed.items():
-        if not file.endswith(_DESCRIPTION):
-            stored[file.removeprefix(f"{DATASET}/").partition("/")[0]] += int(size)
+    chunk_bytes: Counter[str] = Counter()
+    for file, (size, _) in manifest.items():
+        if not file.endswith(_METADATA):
+            array_name = file.removeprefix(f"{DATASET}/").partition("/")[0]
+            chunk_bytes[array_name] += int(size)
     for name, text in metadata.items():
         try:
             if name:
-                expect_bounded(read_json(text), stored[name])
+                expect_bounded(read_json(text), chunk_bytes[name])
         except (ValueError, AttributeError) as error:
             raise CorruptEntry(
-                f"{where}/{name}: expected an array as it was written, found {error}; {REPAIR}"
+                f"{where}/{name}: its zarr.json is not as mizarr wrote it: {error}; {REPAIR}"
             ) from error
 
 
 def with_variables(dataset: xr.Dataset, changed: Mapping[Any, Any]) -> xr.Dataset:
-    """The dataset with other values of some variables; coordinates stay coordinates.
+    """Copy of a dataset in which some variables are replaced; coordinates stay coordinates.
 
     Arguments:
         dataset: The dataset.

@@ -21,14 +21,17 @@ _LONGEST_CHECK = 200
 
 
 def sealed(fields: Mapping[str, Any]) -> bytes:
-    """Format a record: a JSON file of these fields, in order, with its check. TypeError for non-JSON
-    values."""
+    """Content of a small JSON file of these fields, in order, that ends in a checksum of itself ("check").
+
+    Raises:
+        TypeError: A value is not a JSON value.
+    """
     head = json.dumps(fields, indent=1, allow_nan=False).encode().removesuffix(b"\n}")
     return head + f',\n "check": "{content_digest(head)}"\n}}\n'.encode()
 
 
 def read_json(text: str | bytes) -> Any:
-    """Parse an untrusted JSON file. ValueError if it is not JSON or nested too deeply."""
+    """Parse a JSON file that may be damaged; ValueError if it is not JSON or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -36,42 +39,42 @@ def read_json(text: str | bytes) -> Any:
 
 
 def unsealed(name: str, text: bytes, required: Collection[str] = ()) -> dict[str, Any]:
-    """Verify and parse a record.
+    """Parse a JSON file written by `sealed`, after verifying its checksum.
 
     Arguments:
         name: Name of the file, for messages.
-        text: Its content.
-        required: Fields that it must have.
+        text: Content of the file.
+        required: Names of fields that the file must have.
 
     Returns:
-        The fields without the check.
+        The fields without the checksum.
 
     Raises:
-        CorruptEntry: The check does not match, or a required field is missing.
+        CorruptEntry: The checksum does not match, or a required field is missing.
     """
     # Searched from the end: a field of the record may itself contain the word check.
     check = _CHECK.search(text, max(0, len(text) - _LONGEST_CHECK))
     if check is None:
-        raise CorruptEntry(f"{name}: expected a record that ends in its check, found none; {REPAIR}")
+        raise CorruptEntry(f'{name} is damaged: it does not end in its checksum ("check"); {REPAIR}')
     if content_digest(text[: check.start()]) != check[1].decode():
-        raise CorruptEntry(f"{name}: expected {check[1].decode()}, found another digest; {REPAIR}")
+        raise CorruptEntry(f"{name} is damaged: it does not match its checksum {check[1].decode()}; {REPAIR}")
     try:
         fields = read_json(text)
     except ValueError as error:
-        raise CorruptEntry(f"{name}: expected a record, found {error}; {REPAIR}") from error
+        raise CorruptEntry(f"{name} is damaged: {error}; {REPAIR}") from error
     if not isinstance(fields, dict) or not fields.keys() >= set(required):
-        raise CorruptEntry(f"{name}: expected a record of {', '.join(required)}, found others; {REPAIR}")
+        raise CorruptEntry(f"{name}: expected a record with the fields {', '.join(required)}; {REPAIR}")
     fields.pop("check", None)
     return fields
 
 
 def files_of(name: str, fields: Mapping[str, Any], listed: str = "files") -> dict[str, tuple[int, str]]:
-    """Parse the file list of a record.
+    """Parse a list of files with sizes and checksums, as records and manifests contain it.
 
     Arguments:
         name: Name of the record's file, for messages.
         fields: Fields of the record.
-        listed: Field with the list.
+        listed: Name of the field with the list.
 
     Returns:
         Path relative to the record's folder -> (size, "sha256:…").
@@ -82,10 +85,13 @@ def files_of(name: str, fields: Mapping[str, Any], listed: str = "files") -> dic
     try:
         files = {str(file): (int(size), str(digest)) for file, (size, digest) in fields[listed].items()}
     except (KeyError, AttributeError, TypeError, ValueError, OverflowError) as error:
-        raise CorruptEntry(f"{name}: expected a list of files, found another ({error}); {REPAIR}") from error
+        raise CorruptEntry(
+            f"{name}: the field {listed!r}, a list of files with size and checksum, is invalid ({error}); "
+            f"{REPAIR}"
+        ) from error
     for file in files:
         if not is_below(file):
             raise CorruptEntry(
-                f"{name}: expected names of files below its folder, found {file!r:.80}; {REPAIR}"
+                f"{name}: it lists the file {file!r:.80}, which lies outside of its folder; {REPAIR}"
             )
     return files

@@ -21,9 +21,9 @@ __all__ = ["ClusterClient", "Submitted"]
 
 PATIENCE = "MIZARR_PATIENCE"
 """Environment variable: seconds to wait for a worker before giving up."""
-_PATIENCE = 600.0
+_DEFAULT_PATIENCE = 600.0
 _REPORT_AFTER = 5.0  # seconds without a worker; a restarted worker is back by then
-_LOOK_EVERY = 1.0  # seconds between questions to a scheduler from whom nothing is heard
+_CHECK_EVERY = 1.0  # seconds between counts of workers while no task ends
 
 _LOGS = ("distributed.client", "distributed.core", "distributed.comm", "distributed.batched")
 """Client-side loggers that report a lost scheduler as tracebacks; ClusterClient reports it in one line."""
@@ -31,7 +31,7 @@ _LOGS = ("distributed.client", "distributed.core", "distributed.comm", "distribu
 
 @dataclass(frozen=True)
 class Submitted:
-    """A function call for a worker."""
+    """A function call to be made by a worker of a Dask cluster."""
 
     key: str
     """Name of the task; tasks with equal keys, also of different clients, are computed once."""
@@ -40,7 +40,7 @@ class Submitted:
 
 
 class ClusterClient:
-    """Client of the Dask scheduler at an address.
+    """Client of a Dask cluster that submits function calls and waits for them.
 
     Arguments:
         address: Address such as "tcp://127.0.0.1:8786".
@@ -62,8 +62,8 @@ class ClusterClient:
         except (OSError, ValueError) as error:
             self._exit_stack.close()
             raise PlanError(
-                f"expected a Dask scheduler at {address!r}, found none ({error}); start one with "
-                "`dask scheduler` and workers with `dask worker`"
+                f"there is no Dask scheduler at {address!r} ({error}); start one with `dask scheduler`, and "
+                "workers with `dask worker`, or correct the address (--cluster)"
             ) from error
         self._exit_stack.callback(self._client.close)
 
@@ -80,9 +80,14 @@ class ClusterClient:
         return max(1, self._capacity(needs)[0])
 
     def _capacity(self, needs: str, expected: bool = False) -> tuple[int, bool]:
-        """Threads of the workers that may take the tasks, and whether tasks must request the resource.
+        """Count the threads of the workers that may take tasks.
 
-        They must if any worker has it, or if `expected` says that one had it before.
+        Arguments:
+            needs: Name of a Dask resource ("GPU"); "" for none.
+            expected: Whether some worker had the resource before.
+
+        Returns:
+            Number of threads, and whether tasks must request the resource: if any worker has or had it.
         """
         if self._client.status != "running":
             raise self._lost_error()  # a request would try to reconnect for ten seconds
@@ -90,9 +95,8 @@ class ClusterClient:
             workers = self._workers_with(needs)
             threads: dict[str, int] = self._client.nthreads()
         needs_resource = bool(workers) or expected
-        return sum(
-            count for worker, count in threads.items() if not needs_resource or worker in workers
-        ), needs_resource
+        suitable = [count for worker, count in threads.items() if not needs_resource or worker in workers]
+        return sum(suitable), needs_resource
 
     def run(
         self,
@@ -102,8 +106,7 @@ class ClusterClient:
         needs: str = "",
         max_submitted: int = 0,
     ) -> None:
-        """Make all calls on workers; returns when all have ended. At the first error no further call is
-        submitted.
+        """Make all calls on workers and wait for their end; after an error no further call is submitted.
 
         Workers are counted again whenever a task ends, so that workers that join later get tasks.
 
@@ -122,8 +125,8 @@ class ClusterClient:
         from distributed.comm.core import CommClosedError
 
         client = self._client
-        ahead = iter(enumerate(tasks))
-        under_way: dict[Any, int] = {}
+        remaining_tasks = iter(enumerate(tasks))
+        number_of_future: dict[Any, int] = {}
         needs_resource = False
 
         def submit() -> list[Any]:
@@ -131,37 +134,37 @@ class ClusterClient:
             nonlocal needs_resource
             width, needs_resource = self._capacity(needs, needs_resource)
             # Counting workers takes 1 to 2 ms beside the 3 ms of a task.
-            room = (max_submitted or 2 * max(1, width)) - len(under_way)
+            n_new = (max_submitted or 2 * max(1, width)) - len(number_of_future)
             resources = {needs: 1} if needs_resource else None
             # pure=False: the key is given, Dask need not hash the arguments.
-            handed = {
+            submitted = {
                 client.submit(*task.call, key=task.key, pure=False, resources=resources): number
-                for number, task in islice(ahead, max(0, room))
+                for number, task in islice(remaining_tasks, max(0, n_new))
             }
-            under_way.update(handed)
-            return list(handed)
+            number_of_future.update(submitted)
+            return list(submitted)
 
         # CommClosedError and not every OSError: `on_done` may raise an OSError of its own, e.g. a full disk.
         with self._translated_errors(CommClosedError):
             try:
                 completed = as_completed(submit(), loop=client.loop)
                 while not completed.is_empty():
-                    future = self._next(
+                    future = self._wait_for_next(
                         completed, lambda: self._capacity(needs, needs_resource)[0], needs * needs_resource
                     )
                     # A finished task has published its cell. Its return value, None, is on a worker that may
                     # be gone by now: fetching it would make Dask compute the task again elsewhere.
                     if future.status in ("error", "cancelled"):
                         _raise_error_of(future)
-                    on_done(under_way.pop(future))
+                    on_done(number_of_future.pop(future))
                     completed.update(submit())
             finally:
                 if client.status == "running":
                     # After an error, tasks that have not started are dropped; started ones end by themselves.
-                    client.cancel(list(under_way))
+                    client.cancel(list(number_of_future))
 
-    def _next(self, completed: Any, threads: Callable[[], int], needs: str) -> Any:
-        """The next future that ends.
+    def _wait_for_next(self, completed: Any, threads: Callable[[], int], needs: str) -> Any:
+        """Wait for the next task that ends and return its future.
 
         Arguments:
             completed: The `as_completed` iterator of submitted futures.
@@ -177,7 +180,7 @@ class ClusterClient:
             with completed.thread_condition:
                 # Polled, because the loop also has to count workers.
                 completed.thread_condition.wait(0.1)
-            if (now := time.monotonic()) - last_check < _LOOK_EVERY:
+            if (now := time.monotonic()) - last_check < _CHECK_EVERY:
                 continue
             last_check = now
             if threads():
@@ -189,9 +192,9 @@ class ClusterClient:
             elif now - last_worker > min(_REPORT_AFTER, self._patience / 2) and not is_reported:
                 is_reported = True
                 self._say(
-                    f"{self._none_left(needs)}; the remaining tasks wait for one: start workers with "
-                    f"`dask worker {self.address}`. This gives up in "
-                    f"{self._patience - (now - last_worker):.0f} seconds ({PATIENCE})"
+                    f"{self._none_left(needs)}, and tasks wait for one; start workers with `dask worker "
+                    f"{self.address}` within {self._patience - (now - last_worker):.0f} seconds, or the "
+                    f"command gives up (environment variable {PATIENCE})"
                 )
         future = next(completed)
         if is_reported and future.status == "finished":
@@ -200,20 +203,22 @@ class ClusterClient:
 
     @property
     def _back_message(self) -> str:
-        return f"there are workers at {self.address} again; going on"
+        return f"there are workers at {self.address} again; the remaining tasks go on"
 
     def _none_left(self, needs: str) -> str:
+        """Start of a message that no suitable worker is left."""
         return f"no worker{f' with the resource {needs}' * bool(needs)} is left at {self.address}"
 
     def _no_workers_error(self, needs: str) -> StageError:
         return StageError(
-            f"{self._none_left(needs)}, and none came in {self._patience:g} seconds ({PATIENCE}); what was "
-            "committed stays: start workers, and the same command goes on from there"
+            f"{self._none_left(needs)}, and none came within {self._patience:g} seconds (environment "
+            f"variable {PATIENCE}); start workers and run the same command again, which goes on from what "
+            "was committed"
         )
 
     @contextmanager
     def _translated_errors(self, lost: type[Exception]) -> Iterator[None]:
-        """Context that turns errors of `distributed`, and the exception type `lost`, into StageError."""
+        """Context manager: turn errors of `distributed`, and exceptions of type `lost`, into StageError."""
         from asyncio import CancelledError
         from concurrent.futures import CancelledError as Cancelled
 
@@ -224,14 +229,14 @@ class ClusterClient:
         except (NoWorkerError, NoValidWorkerError) as error:  # a scheduler may have a time limit of its own
             raise StageError(
                 f"no worker is left at {self.address}, and its scheduler stopped waiting for one "
-                "(distributed.scheduler.no-workers-timeout); what was committed stays: start workers, and "
-                "the same command goes on from there"
+                "(distributed.scheduler.no-workers-timeout); start workers and run the same command again, "
+                "which goes on from what was committed"
             ) from error
         except KilledWorker as error:
             raise StageError(
-                f"expected a task to end, found that {error.allowed_failures + 1} workers died computing it, "
-                "one after another, usually because memory ran out; give each worker more memory, or start "
-                "fewer workers. What was committed stays"
+                f"{error.allowed_failures + 1} workers at {self.address} died one after another while they "
+                "computed the same task, usually because memory ran out; give each worker more memory, or "
+                "start fewer workers, and run the same command again, which goes on from what was committed"
             ) from error
         # asyncio's and concurrent.futures' classes of the same name: distributed raises either.
         except (CancelledError, Cancelled, lost) as error:
@@ -239,8 +244,8 @@ class ClusterClient:
 
     def _lost_error(self) -> StageError:
         return StageError(
-            f"the scheduler at {self.address} went away, or somebody cancelled the work; what was committed "
-            "stays: the same command goes on from there"
+            f"the Dask scheduler at {self.address} stopped, or somebody cancelled the tasks; run the same "
+            "command again, which goes on from what was committed"
         )
 
     def _workers_with(self, needs: str) -> set[str]:
@@ -257,11 +262,11 @@ class ClusterClient:
 
 
 def _raise_error_of(future: Any) -> None:
-    """Raise the error of a failed task.
+    """Raise the error with which a task ended.
 
     Raises:
-        StageError: In one line, for an error of the worker outside the task: a missing module, or an error
-            that cannot be pickled.
+        StageError: The worker failed outside of the task: a module is missing there, or an error cannot be
+            pickled.
     """
     from concurrent.futures import CancelledError
 
@@ -273,35 +278,36 @@ def _raise_error_of(future: Any) -> None:
     except (MizarrError, CancelledError, CommClosedError, KilledWorker, NoValidWorkerError, NoWorkerError):
         raise
     except Exception as error:
-        raise StageError(f"a worker failed: {in_one_line(error)}") from error
+        raise StageError(f"a worker of the cluster failed: {in_one_line(error)}") from error
 
 
 def in_one_line(error: BaseException) -> str:
-    """The type of an error and its message; line breaks of the message become spaces."""
+    """Type of an error and its message in one line; line breaks become spaces."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def patience() -> float:
-    """Seconds to wait for workers: MIZARR_PATIENCE, or 600. PlanError if it is no number of seconds."""
-    value = os.environ.get(PATIENCE) or _PATIENCE
+    """Seconds to wait for workers of a cluster: $MIZARR_PATIENCE, or 600. PlanError if it is no number."""
+    value = os.environ.get(PATIENCE) or _DEFAULT_PATIENCE
     try:
         seconds = float(value)
     except ValueError:
         seconds = -1.0
     if not seconds >= 0:
         raise PlanError(
-            f"expected seconds to wait for workers in {PATIENCE}, found {value!r}; set it to a number"
+            f"expected the environment variable {PATIENCE} to be a number of seconds to wait for workers, "
+            f"found {value!r}"
         )
     return seconds
 
 
 @contextmanager
 def _without_logs() -> Iterator[None]:
-    """Context in which `distributed` logs nothing about its connections."""
+    """Context manager in which `distributed` logs nothing about its connections."""
     loggers = [logging.getLogger(name) for name in _LOGS]
     levels = [logger.level for logger in loggers]
 
-    def set_back() -> None:
+    def restore_levels() -> None:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 
@@ -311,7 +317,7 @@ def _without_logs() -> Iterator[None]:
         yield
     finally:
         try:
-            set_back()
+            restore_levels()
         except BaseException:  # interrupted
-            set_back()
+            restore_levels()
             raise

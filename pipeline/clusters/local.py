@@ -27,14 +27,14 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 @contextmanager
 def local_workers(count: int, say: Callable[[str], None] = lambda line: None) -> Iterator[str]:
-    """Context that starts worker processes, gives the address of their scheduler, and stops them at its end.
+    """Context manager: start worker processes, give the address of their scheduler, stop them at the end.
 
     The scheduler listens on 127.0.0.1 only. A script must call this under `if __name__ == "__main__":`,
     because each worker imports the script.
 
     Arguments:
         count: Number of worker processes.
-        say: Called with a line about cores, memory and GPUs of the workers.
+        say: Called with one line of text about threads, memory and GPUs of the workers.
 
     Raises:
         PlanError: The processes cannot be started.
@@ -68,25 +68,28 @@ def local_workers(count: int, say: Callable[[str], None] = lambda line: None) ->
             cluster = SpecCluster(workers, {"cls": Scheduler, "options": head}, silence_logs=CRITICAL)
         except (RuntimeError, OSError) as error:
             raise PlanError(
-                f"expected {count} workers to start, found {error}; in a script, call this under "
-                '`if __name__ == "__main__":`, or run without workers'
+                f"the {count} worker processes could not be started ({error}); in a script, compute under "
+                '`if __name__ == "__main__":`, or run without workers (workers=0, no --workers)'
             ) from error
         with cluster:
             gpu_note = f", {min(count, len(cards))} with a GPU" if cards else ""
             thread_note = f"{threads} thread{'s' if threads > 1 else ''}"
-            say(f"{count} workers, each of {thread_note} and at most {format_bytes(memory)}{gpu_note}")
+            say(f"{count} workers, each with {thread_note} and at most {format_bytes(memory)}{gpu_note}")
             yield str(cluster.scheduler_address)
 
 
 def share_of(number: int, threads: int, cards: Sequence[str]) -> dict[str, Any]:
-    """Environment and Dask resources of one worker: thread limits, and a GPU if there is one for it.
+    """Options for one worker process: its thread limits, and a GPU if there is one for it.
 
-    If there are more workers than GPUs, the remaining workers see none and take tasks without that resource.
+    If there are more workers than GPUs, the remaining workers see none and take tasks that need none.
 
     Arguments:
         number: Number of the worker, from 0.
         threads: Threads of the worker.
         cards: Identifiers of the GPUs, as `visible_gpus` returns them.
+
+    Returns:
+        {"env": environment variables, "resources": Dask resources}.
     """
     environment, resources = _threads(threads), {}
     if cards:
@@ -114,4 +117,5 @@ def threads_per_worker(count: int) -> int:
 
 
 def _threads(count: int) -> dict[str, str]:
+    """Environment variables that limit the threads of numerical libraries."""
     return dict.fromkeys(_THREADS, str(count))

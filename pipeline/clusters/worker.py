@@ -13,5 +13,6 @@ __all__ = ["dask_setup"]
 
 
 def dask_setup(worker: Any) -> None:
-    """Escape control characters in Python's error reports: the worker shares its parent's terminal."""
+    """Set up a worker process: escape control characters in Python's error reports, as it shares a terminal
+    with its parent."""
     escape_reports_of_python()

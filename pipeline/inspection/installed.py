@@ -27,7 +27,7 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: made while Python runs
 
 
 def is_library(name: str) -> bool:
-    """Whether the module of this name is installed; the module is not imported."""
+    """Whether a module belongs to the standard library or an installed package, by its name; not imported."""
     top = name.partition(".")[0]
     if top == _OWN:
         return True
@@ -44,7 +44,7 @@ def is_library(name: str) -> bool:
 
 
 def is_library_namespace(namespace: Mapping[str, Any]) -> bool:
-    """Whether these module globals belong to the standard library or an installed package."""
+    """Whether the module with these globals belongs to the standard library or an installed package."""
     name = namespace.get("__name__")
     if not isinstance(name, str) or name == "__main__":
         return False
@@ -58,6 +58,7 @@ def is_library_namespace(namespace: Mapping[str, Any]) -> bool:
 
 @cache
 def _is_installed(place: Any) -> bool:
+    """Whether a file or folder lies in a folder of installed code."""
     # realpath: virtual environments link to the standard library of their base Python.
     return any(root in Path(os.path.realpath(place)).parents for root in _installed())
 
@@ -99,11 +100,12 @@ def library_name(value: Any) -> str | None:
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
         return None
     if isinstance(value, np.ufunc):  # does not name its library, which may be numpy or scipy
-        holders = [module for module in list(sys.modules) if _member_of(module, value.__name__) is value]
-        return (
-            f"{min(holders, key=lambda module: (len(module), module))}.{value.__name__}" if holders else None
-        )
+        modules = [module for module in list(sys.modules) if _member_of(module, value.__name__) is value]
+        # The shortest of several names, then the alphabetically first, so that the choice is always the same.
+        shortest = min(modules, key=lambda module: (len(module), module), default=None)
+        return None if shortest is None else f"{shortest}.{value.__name__}"
     home = type(value).__module__
-    members = vars(sys.modules[home]) if is_library_class(type(value)) and home in sys.modules else {}
+    is_library_module = is_library_class(type(value)) and home in sys.modules
+    members = vars(sys.modules[home]) if is_library_module else {}
     names = [name for name, member in members.items() if member is value]
     return f"{home}.{min(names)}" if names else None

@@ -19,14 +19,14 @@ __all__ = ["NOTHING", "Read", "cells_of", "global_of", "reads_of"]
 NOTHING = object()
 """Marks a variable that is not assigned yet."""
 # Bookkeeping of the interpreter, which may stand between a load and the attributes read from it.
-_SILENT = frozenset(["CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"])
+_BOOKKEEPING = frozenset(["CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"])
 # Class bodies read with LOAD_NAME and, from Python 3.12 on, annotations with LOAD_FROM_DICT_OR_GLOBALS.
 _READS_GLOBAL = frozenset(["LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"])
 
 
 @dataclass(frozen=True, order=True)
 class Read:
-    """A variable that code reads from outside, or a module that it imports."""
+    """A variable from outside that a function's code reads or assigns, or a module that it imports."""
 
     kind: str
     """One of "global", "closure", "import"."""
@@ -41,20 +41,22 @@ class Read:
 
 
 def reads_of(code: types.CodeType, outer: frozenset[str]) -> Iterator[Read]:
-    """Variables that code, and the functions, classes and comprehensions inside it, read from outside.
+    """Find the variables from outside that code reads, assigns or imports, by looking at its instructions.
+
+    Code of the functions, classes and comprehensions inside it is included.
 
     Arguments:
         code: The code object.
         outer: Names of the closure variables of the outermost function.
     """
     instructions = [
-        instruction for instruction in dis.get_instructions(code) if instruction.opname not in _SILENT
+        instruction for instruction in dis.get_instructions(code) if instruction.opname not in _BOOKKEEPING
     ]
     for i, instruction in enumerate(instructions):
         if instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL"):
             yield Read("global", instruction.argval, writes=True)
         elif instruction.opname in _READS_GLOBAL:
-            yield Read("global", instruction.argval, _chain(instructions[i + 1 :]))
+            yield Read("global", instruction.argval, _attributes_read(instructions[i + 1 :]))
         elif instruction.opname == "IMPORT_NAME":
             # IMPORT_NAME takes the level and the names from the two constants loaded before it.
             level, names = (argument.argval for argument in instructions[i - 2 : i])
@@ -64,14 +66,15 @@ def reads_of(code: types.CodeType, outer: frozenset[str]) -> Iterator[Read]:
                 yield Read("closure", instruction.argval, writes=True)
             # LOAD_CLOSURE passes the cell to an inner function, whose own reads are listed below.
             elif instruction.opname != "LOAD_CLOSURE":
-                yield Read("closure", instruction.argval, _chain(instructions[i + 1 :]))
+                yield Read("closure", instruction.argval, _attributes_read(instructions[i + 1 :]))
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             yield from reads_of(inner, outer & frozenset(inner.co_freevars))
 
 
-def _chain(following: Sequence[dis.Instruction]) -> tuple[str, ...]:
-    """Attributes that follow the loading of an object: ("a", "b") for `name.a.b`."""
+def _attributes_read(following: Sequence[dis.Instruction]) -> tuple[str, ...]:
+    """Attributes that the instructions after the loading of an object read at once: ("a", "b") for
+    `name.a.b`."""
     # Up to Python 3.11 `name.a()` loads `a` with LOAD_METHOD; later versions have a flag of LOAD_ATTR.
     attributes = itertools.takewhile(
         lambda instruction: instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"), following
@@ -80,14 +83,11 @@ def _chain(following: Sequence[dis.Instruction]) -> tuple[str, ...]:
 
 
 def global_of(function: types.FunctionType, name: str) -> Any:
-    """Current value of a function's global or built-in.
+    """Current value of a global or built-in that a function reads; `NOTHING` if it is not assigned.
 
     Arguments:
         function: The function.
         name: Name of the variable.
-
-    Returns:
-        `NOTHING` if the variable is not assigned.
     """
     value = function.__globals__.get(name, NOTHING)
     untyped_function: Any = function  # mypy leaves the name __builtins__ out of its cache
@@ -95,7 +95,7 @@ def global_of(function: types.FunctionType, name: str) -> Any:
 
 
 def cells_of(function: types.FunctionType) -> list[tuple[str, Any]]:
-    """Closure variables of a function with their values; `NOTHING` if not assigned yet."""
+    """Closure variables of a function as (name, value); the value is `NOTHING` if not assigned yet."""
     cells = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:

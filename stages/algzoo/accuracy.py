@@ -1,9 +1,9 @@
-"""Accuracy of a network over any number of seeded samples, in bounded memory.
+"""Accuracy of an AlgZoo network over any number of seeded random samples, in bounded memory.
 
-Samples are drawn block by block where they are used (samples.py). A block is a cell: a Dask task whose counts
-are stored when it ends. So an interrupted run of 1e8 samples resumes, and a run of more samples reuses the
-blocks. Counts are stored per thousand samples, from which analysis/compute_curve.py measures the error of
-smaller samples.
+Samples are drawn block by block where they are used (samples.py). Each block of a million samples is a task
+of its own, whose counts are stored when it ends. So an interrupted run of 1e8 samples resumes, and a run of
+more samples reuses the blocks. Counts are stored per thousand samples (a chunk), from which
+analysis/compute_curve.py measures the error of smaller samples.
 
 Border: labelled weights in, counts out.
 
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 __all__ = ["CHUNK", "accuracy_of", "rmse_of", "sampled_accuracy", "sampled_accuracy_node"]
 
 CHUNK = 1000
-"""Samples per stored count."""
+"""Number of samples per stored count."""
 
 
 def _joined(parts: Sequence[xr.Dataset]) -> xr.Dataset:
-    """Chunks of all blocks concatenated, and their confusion matrices added."""
+    """Join the counts of several blocks: chunks are concatenated, confusion matrices are added."""
     import xarray as xr
 
     counted = xr.concat([part.drop_vars("confusion", errors="ignore") for part in parts], "chunk")
@@ -72,22 +72,24 @@ def sampled_accuracy(
     """Counts of correct answers, or sums of squared errors, over the samples of each block.
 
     Arguments:
-        weights: labelled weights, `AlgZooModel.weights`.
-        blocks: number of samples of each numbered block, int64 [block].
+        weights: labelled weights of the network, as `AlgZooModel.weights`.
+        blocks: number of samples to count in each block, int64 [block], labelled with the number of the
+            block.
         task: name of the task.
-        sequence: time steps per input.
-        seed: of the samples.
+        sequence: number of time steps per input.
+        seed: seed of the samples.
         draw: "random", or "all" to count every input of an integer task once.
         end_token: whether integer inputs end with a fixed token; see `samples.slices`.
-        dtype: dtype of the forward passes.
+        dtype: dtype of the forward passes, "float32" or "float64".
 
     Returns:
-        samples [chunk]; for classes right [chunk] and confusion [target, output]; for a scalar answer
-        squared_error [chunk].
+        samples [chunk], the number of samples; for a task with classes right [chunk], the number of correct
+        answers, and confusion [target, output]; for a task with a scalar answer squared_error [chunk], the
+        sum of squared errors.
 
     Raises:
-        ShapeError: for a block of fewer than 1 or more than `BLOCK` samples.
-        ConfigError: for a network whose outputs do not fit the task.
+        ShapeError: a block has fewer than 1 or more than `BLOCK` samples.
+        ConfigError: the outputs of the network do not fit the task.
     """
     import torch
     import xarray as xr
@@ -101,7 +103,7 @@ def sampled_accuracy(
     parts = []
     for block, count in zip(blocks["block"].values.tolist(), blocks.values.tolist(), strict=True):
         if not 0 < count <= BLOCK:
-            raise ShapeError(f"expected 1 to {BLOCK} samples of block {block}, found {count}")
+            raise ShapeError(f"expected 1 to {BLOCK:,} samples to count in block {block}, found {count:,}")
         scores, confusion = [], np.zeros((shape.outputs, shape.outputs), np.int64)
         for x in slices(zoo_task, sequence, block, count, seed=seed, draw=draw, end_token=end_token):
             # The RNN reads numbers, also for an integer task; the transformer looks integers up.
@@ -110,8 +112,8 @@ def sampled_accuracy(
                 torch.from_numpy(inputs).to(network.dtype if isinstance(shape, RnnShape) else torch.int64)
             )
             # Confusion accumulates in place; scores stay per sample until they are summed by chunk.
-            scores.append(_scored(zoo_task, zoo_task.targets(x), outputs.numpy(), confusion))
-        parts.append(_counted(zoo_task, np.concatenate(scores), confusion))
+            scores.append(_sample_scores(zoo_task, zoo_task.targets(x), outputs.numpy(), confusion))
+        parts.append(_counts_by_chunk(zoo_task, np.concatenate(scores), confusion))
     dataset: xr.Dataset = _joined([xr.Dataset(part) for part in parts])
     return dataset
 
@@ -127,17 +129,17 @@ def sampled_accuracy_node(
     exhaustive: bool = False,
     dtype: str = "float32",
 ) -> StageNode:
-    """Node of a workflow that counts correct answers.
+    """Node of a computation graph that computes `sampled_accuracy` over the first samples of a seed.
 
     Arguments:
-        weights: node of the labelled weights.
+        weights: node that provides the labelled weights.
         task: name of the task.
-        sequence: time steps per input.
-        samples: number of samples.
+        sequence: number of time steps per input.
+        samples: total number of samples.
         seed: seed of the samples.
-        end_token: see `samples.slices`.
-        dtype: dtype of the forward passes.
-        exhaustive: whether to count all inputs of an integer task instead.
+        end_token: whether integer inputs end with a fixed token; see `samples.slices`.
+        dtype: dtype of the forward passes, "float32" or "float64".
+        exhaustive: whether to count every input of an integer task once instead; `samples` is then ignored.
     """
     import xarray as xr
 
@@ -158,17 +160,24 @@ def sampled_accuracy_node(
 
 
 def accuracy_of(counted: xr.Dataset) -> float:
-    """Share of correct answers."""
+    """Share of correct answers, 0 to 1, from the counts of `sampled_accuracy`."""
     return float(counted["right"].sum()) / float(counted["samples"].sum())
 
 
 def rmse_of(counted: xr.Dataset) -> float:
-    """Root mean squared error."""
+    """Root mean squared error of scalar answers, from the sums of `sampled_accuracy`."""
     return float(np.sqrt(float(counted["squared_error"].sum()) / float(counted["samples"].sum())))
 
 
-def _scored(task: Task, targets: Array, outputs: Array, confusion: Ints) -> Array:
-    """Whether each sample is right, or its squared error; adds to `confusion` in place."""
+def _sample_scores(task: Task, targets: Array, outputs: Array, confusion: Ints) -> Array:
+    """Whether each answer is correct, bool [sample]; for a scalar task its squared error, float64 [sample].
+
+    Arguments:
+        task: the task.
+        targets: correct answers [sample].
+        outputs: outputs of the network [sample, output].
+        confusion: confusion matrix [target, output], to which the samples are added in place.
+    """
     if task.is_scalar:
         # float64: squares are summed over up to 1e8 samples.
         errors: Array = (outputs[:, 0].astype(np.float64) - targets) ** 2
@@ -181,9 +190,16 @@ def _scored(task: Task, targets: Array, outputs: Array, confusion: Ints) -> Arra
     return right
 
 
-def _counted(task: Task, scores: Array, confusion: Ints) -> dict[str, tuple[tuple[str, ...], Array]]:
-    """Variables of one block: sums of scores over its chunks, and its confusion matrix."""
+def _counts_by_chunk(task: Task, scores: Array, confusion: Ints) -> dict[str, tuple[tuple[str, ...], Array]]:
+    """Variables of one block: name -> (dims, values).
+
+    Arguments:
+        task: the task.
+        scores: scores of the block's samples, as `_sample_scores` returns them; summed over each chunk.
+        confusion: confusion matrix of the block; left out for a scalar task.
+    """
     starts = np.arange(0, len(scores), CHUNK)
+    # The last chunk may be shorter.
     sizes = np.diff(np.append(starts, len(scores)))
     variables: dict[str, tuple[tuple[str, ...], Array]] = {"samples": (("chunk",), sizes)}
     if task.is_scalar:
@@ -194,9 +210,9 @@ def _counted(task: Task, scores: Array, confusion: Ints) -> dict[str, tuple[tupl
 
 
 def _require_fit(task: Task, sequence: int, outputs: int) -> None:
-    """Raise ConfigError unless a network has as many outputs as the task has classes."""
+    """Raise ConfigError unless a network has as many outputs as the task needs for inputs of some length."""
     if outputs != task.outputs(sequence):
         raise ConfigError(
-            f"expected {task.outputs(sequence)} outputs for {task.name} of {sequence} numbers, found a "
-            f"network of {outputs}; name another task or sequence"
+            f"the task {task.name} with {sequence} numbers per input needs a network with "
+            f"{task.outputs(sequence)} outputs, found a network with {outputs}; pass another task or sequence"
         )

@@ -1,7 +1,8 @@
-"""Captures of AlgZoo networks in the store: a pass over inputs under a HookSpec, keyed like any run.
+"""Stored activations of AlgZoo networks: a forward pass over inputs with captures and interventions.
 
-The key is a `RunKey` as for language models: network (weights, sizes, version of the pass, dtype), inputs,
-interventions. A capture is one result, not cut into shards: it is small, and computed in milliseconds.
+Its key is a `RunKey` as for language models: network (weights, sizes, version of the pass, dtype), inputs,
+interventions. A capture is stored as a single result, without shards: it is small, and computed in
+milliseconds.
 
 Border: keys and labels; the model computes.
 
@@ -31,20 +32,20 @@ __all__ = ["capture", "capture_node", "run_key"]
 
 
 def run_key(model: AlgZooModel, x: Array, spec: BoundSpec, dtype: str = "float64") -> RunKey:
-    """Key of a pass: network, inputs, interventions.
+    """Key of a forward pass in the store, from network, inputs and interventions.
 
     Arguments:
         model: the network.
         x: inputs [sample, time].
-        spec: interventions, bound to the network.
-        dtype: dtype of the pass.
+        spec: captures and interventions, bound to the network's hook points.
+        dtype: dtype of the pass, "float32" or "float64".
     """
     inputs = digest("algzoo-inputs", array_digest(np.ascontiguousarray(x)))
     return RunKey(model.identity(dtype).digest, inputs, spec.run_digest)
 
 
 def capture_node(model: AlgZooModel, x: Any, hooks: HookSpec, dtype: str = "float64") -> SourceNode:
-    """Node of a workflow that runs inputs under a HookSpec.
+    """Node of a computation graph that runs a network over inputs with captures and interventions.
 
     Its result has a variable per kind of hook point, the inputs as x [sample, position], and the outputs as
     logits [sample, output].
@@ -53,9 +54,9 @@ def capture_node(model: AlgZooModel, x: Any, hooks: HookSpec, dtype: str = "floa
         model: the network.
         x: inputs [sample, time].
         hooks: captures and interventions.
-        dtype: dtype of the pass.
+        dtype: dtype of the pass, "float32" or "float64".
     """
-    # A copy: the caller may change the array before the node is computed, and its key is made now.
+    # A copy: the key is computed now, and the caller may change the array before the node is computed.
     inputs = np.array(x)
     spec = model.bind(hooks, inputs.shape[-1])
     captures = spec.canonical()["captures"]
@@ -73,8 +74,8 @@ def capture(
         model: the network.
         x: inputs [sample, time].
         hooks: captures and interventions.
-        store: the store.
-        dtype: dtype of the pass.
+        store: store in which the activations are looked up and written.
+        dtype: dtype of the pass, "float32" or "float64".
     """
     from ...pipeline import run
 
@@ -84,6 +85,7 @@ def capture(
 
 
 def _captured(model: AlgZooModel, x: Array, hooks: HookSpec, dtype: str) -> xr.Dataset:
+    """Run a network over inputs, and return captured activations, inputs and outputs as labelled arrays."""
     cache = model.forward(x, hooks, dtype)
     activations = cache.to_xarray()
     inputs_and_outputs = {

@@ -35,22 +35,22 @@ _SIZES = re.compile(r"_h(?P<hidden>\d{1,18})_n(?P<sequence>\d{1,18})$")
 
 @dataclass(frozen=True)
 class ZooMetadata:
-    """Metadata of a network's file, from its header or name; None where unknown."""
+    """What the header or the name of a network's file says about the network; None for what neither says."""
 
     task: str | None = None
     """Name of the task."""
     hidden: int | None = None
-    """Width of the state or stream."""
+    """Number of neurons of an RNN, or width of a transformer's residual stream."""
     sequence: int | None = None
-    """Time steps per input."""
+    """Number of time steps per input."""
     trained: int | None = None
-    """Sequences it was trained on."""
+    """Number of input sequences that the network was trained on."""
     seed: int | None = None
-    """Seed of its training."""
+    """Seed of the training."""
 
 
 def metadata_of_name(stem: str) -> ZooMetadata:
-    """Metadata in the name of a file, without its ending, in the zoo's convention.
+    """Metadata in the name of a file, without its ending, which follows AlgZoo's naming convention.
 
     >>> metadata_of_name("2nd_argmax_16_10_1073741824_3")
     ZooMetadata(task='2nd_argmax', hidden=16, sequence=10, trained=1073741824, seed=3)
@@ -66,25 +66,31 @@ def metadata_of_name(stem: str) -> ZooMetadata:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Array], ZooMetadata]:
-    """Tensors and metadata of a file.
+    """Read the tensors of a network's file, by name, and its metadata.
 
     Raises:
-        ModelNotFound: for a missing file.
-        WeightsError: for another format, a pickle with code in it, or tensors that are not floating-point.
+        ModelNotFound: there is no file at the path.
+        WeightsError: the file has another format, is a pickle with code in it, or holds tensors that are not
+            floating-point.
     """
     if path.is_dir() or path.suffix not in FORMATS:
-        found = "a folder" if path.is_dir() else f"a name that ends in {path.suffix or 'nothing'}"
+        found = "a folder" if path.is_dir() else f"a file that ends in {path.suffix or 'nothing'}"
         raise WeightsError(
-            f"expected a file of AlgZoo, {' or '.join(FORMATS)}, found {found}: {path}; give the file itself"
+            f"expected the weights of an AlgZoo network, in a file that ends in {' or '.join(FORMATS)}, "
+            f"found {found}: {path}; name the file with the weights"
         )
     if not path.is_file():
         raise ModelNotFound(
-            f"expected a file of AlgZoo, found none at {path}; give a file, or a name that ships"
+            f"there is no file of an AlgZoo network at {path}; give the path of a file, or the name of a "
+            "network that ships with mizarr"
         )
     tensors, notes = _safetensors(path) if path.suffix == ".safetensors" else (_pickled(path), {})
     for name, tensor in tensors.items():
         if tensor.dtype not in (np.float32, np.float64, np.float16):
-            raise WeightsError(f"{path}: expected floating-point tensors, found {name} of {tensor.dtype}")
+            raise WeightsError(
+                f"{path}: expected tensors of floating-point numbers, found the tensor {name} with dtype "
+                f"{tensor.dtype}; save the weights as float32"
+            )
     named = metadata_of_name(path.stem)
     return tensors, ZooMetadata(
         task=notes.get("task", named.task),
@@ -96,7 +102,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Array], ZooMetadata]:
 
 
 def _whole(notes: Mapping[str, str], name: str, otherwise: int | None) -> int | None:
-    """A whole number in the metadata of a safetensors file, or `otherwise`."""
+    """Whole number under a name in the metadata of a safetensors file; `otherwise` if there is none."""
     text = notes.get(name, "")
     return int(text) if re.fullmatch(r"\d{1,18}", text) else otherwise
 
@@ -104,16 +110,20 @@ def _whole(notes: Mapping[str, str], name: str, otherwise: int | None) -> int | 
 def write_tensors(
     path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, str | int] | None = None
 ) -> Path:
-    """Write tensors as float32 in the format of the path's ending, atomically.
+    """Write tensors as float32 into a file, whose ending selects the format; the write is atomic.
 
     Arguments:
-        path: file ending in `.safetensors` or `.pth`.
-        tensors: named as in a checkpoint.
-        metadata: of a `.safetensors` file; ignored for `.pth`.
+        path: file to write, ending in `.safetensors` or `.pth`.
+        tensors: name in a checkpoint -> tensor.
+        metadata: entries for the header of a `.safetensors` file; ignored for `.pth`.
+
+    Returns:
+        `path`.
     """
     if path.suffix not in FORMATS:
         raise WeightsError(
-            f"expected a file that ends in {' or '.join(FORMATS)}, found {path.name}; rename it"
+            f"expected a file name that ends in {' or '.join(FORMATS)} to write weights to, found "
+            f"{path.name}; choose such a name"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     # Written beside the target and renamed, so that no reader sees half a file.
@@ -148,7 +158,8 @@ def _pickled(path: Path) -> dict[str, Array]:
     ):
         found = type(state).__name__ if not isinstance(state, Mapping) else "other values among its tensors"
         raise WeightsError(
-            f"expected a state dict of tensors in {path}, found {found}; save model.state_dict()"
+            f"expected a state dict of tensors in {path}, found {found}; save the file again with "
+            "torch.save(model.state_dict(), path)"
         )
     # Trained parameters require gradients, and sparse ones have no numpy form.
     return {str(name): tensor.detach().cpu().to_dense().numpy() for name, tensor in state.items()}

@@ -28,15 +28,15 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 def _ignore_capture(*_: object) -> None:
-    """Callback for captures; never called, as UNTOUCHED has none."""
+    """Callback for captures; never called, as NO_TAPS has no captures."""
 
 
-UNTOUCHED = RunTaps(BoundSpec(), _ignore_capture)
-"""Taps without captures and interventions."""
+NO_TAPS = RunTaps(BoundSpec(), _ignore_capture)
+"""Taps of a pass without captures and interventions."""
 
 
 class Rnn:
-    """p_t = W_ih x_t + W_hh h_{t-1}, h_t = relu(p_t), y = W_oh h_{T-1}."""
+    """The RNN in torch: p_t = W_ih x_t + W_hh h_{t-1}, h_t = relu(p_t), y = W_oh h_{T-1}."""
 
     def __init__(self, tensors: Mapping[str, Array], shape: RnnShape, dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
@@ -46,12 +46,12 @@ class Rnn:
 
     @torch.no_grad()
     def outputs(self, x: Tensor) -> Tensor:
-        """Outputs [sample, output] for inputs [sample, time].
+        """Outputs [sample, output] for any number of inputs [sample, time].
 
         Raises:
-            ShapeError: for inputs of other dims.
+            ShapeError: the inputs have other dims, or are empty.
         """
-        _expect(x)
+        _require_sample_time(x)
         x = x.to(self.dtype)
         if len(x) <= SLICE:
             return self.run(x)
@@ -64,8 +64,8 @@ class Rnn:
         return outputs
 
     @torch.no_grad()
-    def run(self, x: Tensor, taps: RunTaps = UNTOUCHED, buffers: Tensor | None = None) -> Tensor:
-        """Outputs of samples that fit in memory together, with taps.
+    def run(self, x: Tensor, taps: RunTaps = NO_TAPS, buffers: Tensor | None = None) -> Tensor:
+        """Outputs [sample, output] of samples whose states fit in memory together, with hook points.
 
         Tensors passed to taps are overwritten in the next time step.
 
@@ -88,7 +88,10 @@ class Rnn:
 
 
 class Transformer:
-    """z = embed[x] + pos_embed; per layer z += softmax(Q K^T / sqrt(d)) V O^T; y = unembed z[last]."""
+    """The transformer in torch, without MLPs, norms and mask.
+
+    z = embed[x] + pos_embed; per layer z += softmax(Q K^T / sqrt(d)) V O^T; y = unembed z[last].
+    """
 
     def __init__(self, tensors: Mapping[str, Array], shape: TransformerShape, dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype
@@ -101,17 +104,17 @@ class Transformer:
 
     @torch.no_grad()
     def outputs(self, x: Tensor) -> Tensor:
-        """Outputs [sample, output] for integers [sample, time].
+        """Outputs [sample, output] for any number of inputs, integers [sample, time].
 
         Raises:
-            ShapeError: for other inputs.
+            ShapeError: the inputs have another length, or are not integers of the vocabulary.
         """
         self._check(x)
         return torch.cat([self.run(part) for part in x.split(SLICE)])
 
     @torch.no_grad()
-    def run(self, x: Tensor, taps: RunTaps = UNTOUCHED) -> Tensor:
-        """Outputs of samples that fit in memory together, with taps.
+    def run(self, x: Tensor, taps: RunTaps = NO_TAPS) -> Tensor:
+        """Outputs [sample, output] of samples whose activations fit in memory together, with hook points.
 
         Arguments:
             x: integers [sample, time].
@@ -145,16 +148,19 @@ class Transformer:
         return added
 
     def _check(self, x: Tensor) -> None:
-        _expect(x)
+        """Raise ShapeError unless `x` is integers [sample, time] of this transformer's length and
+        vocabulary."""
+        _require_sample_time(x)
         shape = self.shape
         if x.shape[1] != shape.sequence:
             raise ShapeError(
-                f"expected sequences of {shape.sequence} integers, as pos_embed says, found {x.shape[1]}"
+                f"this transformer has position embeddings for inputs of {shape.sequence} integers, found "
+                f"inputs of {x.shape[1]}"
             )
         if x.is_floating_point() or (x.numel() and not (x.min() >= 0 and x.max() < shape.inputs)):
             raise ShapeError(
-                f"expected integers in 0..{shape.inputs - 1}, which is what this transformer embeds, found "
-                f"{x.dtype} from {x.min().item():g} to {x.max().item():g}"
+                f"this transformer has embeddings for the integers 0 to {shape.inputs - 1}, found inputs of "
+                f"dtype {x.dtype} from {x.min().item():g} to {x.max().item():g}"
             )
 
 
@@ -162,26 +168,26 @@ Network = Rnn | Transformer
 
 
 def network_of(tensors: Mapping[str, Array], shape: Shape, dtype: str = "float32") -> Network:
-    """The network with some tensors, ready to compute.
+    """Build the torch network with some weights.
 
     Arguments:
-        tensors: named as in a checkpoint.
+        tensors: name in a checkpoint -> tensor.
         shape: network type and layer sizes.
-        dtype: "float32" or "float64".
+        dtype: dtype of its forward passes, "float32" or "float64".
 
     Raises:
-        ConfigError: for another dtype.
+        ConfigError: another dtype.
     """
     if dtype not in DTYPES:
-        raise ConfigError(f"expected dtype {' or '.join(DTYPES)}, found {dtype!r}")
+        raise ConfigError(f"expected {' or '.join(DTYPES)} as the dtype of the forward pass, found {dtype!r}")
     if isinstance(shape, RnnShape):
         return Rnn(tensors, shape, DTYPES[dtype])
     return Transformer(tensors, shape, DTYPES[dtype])
 
 
-def _expect(x: Tensor) -> None:
-    """Raise ShapeError for inputs that are not [sample, time], or empty."""
+def _require_sample_time(x: Tensor) -> None:
+    """Raise ShapeError unless inputs are a non-empty matrix [sample, time]."""
     if x.ndim != 2 or 0 in x.shape:
         raise ShapeError(
-            f"expected inputs [sample, time], found shape {list(x.shape)}; give a row per sample"
+            f"expected inputs of shape [sample, time], found shape {list(x.shape)}; pass one row per sample"
         )

@@ -16,36 +16,46 @@ from ...store.errors import ConfigError
 __all__ = ["LENGTHS", "handcrafted_2nd_argmax"]
 
 LENGTHS = (2, 3, 10)
-"""Numbers per input for which a handcrafted network exists."""
+"""Input lengths (numbers per input) for which a handcrafted network exists."""
 
 
 def handcrafted_2nd_argmax(sequence: int) -> dict[str, Array]:
-    """Tensors of the network for the second largest of 2, 3 or 10 numbers, named as in a checkpoint.
+    """Weights of an RNN that finds the second largest of 2, 3 or 10 numbers: name in a checkpoint -> tensor.
+
+    Arguments:
+        sequence: number of numbers per input.
 
     Raises:
-        ConfigError: for another length.
+        ConfigError: there is no handcrafted network for this length.
     """
     if sequence not in LENGTHS:
         lengths = ", ".join(map(str, LENGTHS))
         raise ConfigError(
-            f"expected a handcrafted network of {lengths} numbers, found {sequence}; train one of it"
+            f"there are handcrafted networks for inputs of {lengths} numbers, found sequence={sequence}; "
+            "train a network for that length with `mizarr train-zoo`"
         )
-    ih, hh, oh = {2: _of_two, 3: _of_three, 10: _of_ten}[sequence]()
+    ih, hh, oh = {2: _for_two_numbers, 3: _for_three_numbers, 10: _for_ten_numbers}[sequence]()
     tensors = {"rnn.weight_ih_l0": ih.reshape(-1, 1), "rnn.weight_hh_l0": hh, "linear.weight": oh}
     # float32, as in the published checkpoints: digests depend on the dtype.
     return {name: np.ascontiguousarray(array, np.float32) for name, array in tensors.items()}
 
 
-def _of_two() -> tuple[Array, Array, Array]:
-    """States relu(x_0), relu(-x_0), then relu(x_1 - x_0), relu(x_0 - x_1); one positive, at the answer."""
+def _for_two_numbers() -> tuple[Array, Array, Array]:
+    """(input, recurrent, readout) weights of the network for two numbers.
+
+    Its states are relu(x_0), relu(-x_0) after the first number, and relu(x_1 - x_0), relu(x_0 - x_1) after
+    the
+    second: only the one at the index of the smaller number is positive.
+    """
     return np.array([1.0, -1.0]), np.array([[-1.0, 1.0], [1.0, -1.0]]), np.array([[1.0, -1.0], [-1.0, 1.0]])
 
 
-def _of_three(scale: int = 100) -> tuple[Array, Array, Array]:
-    """Two linear functions a and b of the numbers so far, each stored as relu(a) and relu(-a).
+def _for_three_numbers(scale: int = 100) -> tuple[Array, Array, Array]:
+    """(input, recurrent, readout) weights of the network for three numbers.
 
-    `first` defines them for three numbers, so that each step maps the values for two numbers to those for
-    three. The readout sees |a| and |b|; which of the numbers lies between the others decides their signs.
+    Its state holds two linear functions a and b of the numbers so far, each as relu(a) and relu(-a).
+    `functions` defines them for three numbers; each step maps the values for two numbers to those for three.
+    The readout reads |a| and |b|, whose signs depend on which number lies between the two others.
     """
     functions = np.array([[1, -scale - 1, scale], [-1, -scale, scale + 1]], np.float32)
     readout = np.array([[1, 1], [-scale, scale + 1], [scale + 1, -scale]], np.float32)
@@ -71,8 +81,10 @@ def _inverse(matrix: Array) -> Array:
     return np.array(columns, np.float32).T
 
 
-def _of_ten() -> tuple[Array, Array, Array]:
-    """22 neurons. With m(...) = max(0, ...) over the given numbers, after t of them:
+def _for_ten_numbers() -> tuple[Array, Array, Array]:
+    """(input, recurrent, readout) weights of the network for ten numbers, with 22 neurons.
+
+    With m(...) = max(0, ...) over the given numbers, the neurons hold after some of the numbers:
 
         0-9      relu of each of the last ten
         10-17    m(all but an earlier one) - last, for each of the eight before that

@@ -1,13 +1,13 @@
-"""AlgZoo models: a network by name, with its tensors, task and identity, and passes with hook points.
+"""AlgZoo models: a network with its tensors, task and identity, and forward passes with hook points.
 
     model = load_model("specimen-2nd-argmax-3")                  # or a file, .safetensors or .pth
     cache = model.forward(x, HookSpec().capture("rnn.hook_hidden.*"))
     cache["rnn.hook_hidden.2"]                                   # [batch, neuron]
 
-A model is identified by its tensors: equal ones in either file format, or from a handcrafted builder, are one
-model. The name locates the file, and gives the task where the tensors do not determine it. Passes are float64
-by default, as some of these networks subtract large numbers: in float32 the handcrafted one for 3 numbers is
-wrong on 0.3 of 1000 samples.
+A model is identified by its tensors: equal tensors are the same model, whichever file format or builder they
+come from. The name locates the file, and gives the task where the tensors do not determine it. Passes are
+float64 by default, as some of these networks subtract large numbers: in float32 the handcrafted network for 3
+numbers is wrong on 0.3 of 1000 samples.
 
 Border: joins files, shapes and passes; no store. Imports torch only to compute, or to read a `.pth`.
 
@@ -53,77 +53,80 @@ HANDCRAFTED = {f"handcrafted-2nd-argmax-{length}": length for length in LENGTHS}
 
 @dataclass(frozen=True, eq=False)
 class AlgZooModel:
-    """One network and its task."""
+    """A network of AlgZoo with the task that it was trained or built for."""
 
     name: str
-    """Name or path from which it was loaded, outside of every key."""
+    """Name or path from which the network was loaded; not part of any key."""
     task: Task
-    """The task that it solves."""
+    """The task that the network solves."""
     sequence: int
-    """Time steps per input."""
+    """Number of time steps per input."""
     tensors: Mapping[str, Array]
-    """Weights, named as in a checkpoint."""
+    """Name in a checkpoint -> weights."""
     shape: Shape
     """Network type (RNN or transformer) and layer sizes."""
     metadata: ZooMetadata
-    """What its file says about its training."""
+    """What the file of the network says about its training."""
     files: PinnedFiles
-    """Its file; no file for a handcrafted network."""
+    """The file of the network, which must not change; none for a handcrafted network."""
 
     def __post_init__(self) -> None:
         self._as_read  # noqa: B018 - digested before anybody can edit the tensors
 
     @property
     def title(self) -> str:
-        """Name for titles: the file name without folder and ending."""
+        """Name of the network in titles: the file name without folder and ending."""
         return Path(self.name).stem if self.name.endswith(FORMATS) else self.name
 
     @property
     def parameters(self) -> int:
-        """Number of parameters."""
+        """Number of parameters of the network."""
         return parameters(self.shape)
 
     @property
     def is_rnn(self) -> bool:
-        """Whether it is the RNN, not the transformer."""
+        """Whether the network is an RNN; else it is a transformer."""
         return isinstance(self.shape, RnnShape)
 
     def identity(self, dtype: str = "float64") -> ModelIdentity:
-        """Identity of the network in the keys of its runs."""
+        """Identity of the network in the keys of its runs; `dtype` is that of the forward pass."""
         shape = self.shape
         # The name is left out: equal tensors are one model wherever they lie.
         return ModelIdentity(tensors_digest(self.tensors), digest_of(shape), shape.version, dtype, "explicit")
 
     @cached_property
     def weights(self) -> xr.Dataset:
-        """Weights as labelled arrays (networks.py)."""
+        """Weights as labelled arrays, the input of analysis stages."""
         return labelled(self.tensors, self.shape)
 
     def weights_node(self) -> SourceNode:
-        """Node of a workflow that stores the weights once per network."""
+        """Node of a computation graph that provides the labelled weights, stored once per network."""
         identity = self.identity()
         params = {"weights": identity.weights, "config": identity.config}
         return SourceNode("algzoo_weights", 1, params, lambda: self.weights, pinned=(self,))
 
     @cached_property
     def _as_read(self) -> str:
+        """Digest of the tensors at the first access, when they had just been read."""
         return tensors_digest(self.tensors)
 
     def check(self) -> None:
-        """Raise SourceChanged unless its file, and its tensors in memory, are as they were read."""
+        """Raise SourceChanged if the network's file, or its tensors in memory, changed since it was
+        loaded."""
         self.files.check()
         if tensors_digest(self.tensors) != self._as_read:
             raise SourceChanged(
-                f"expected the tensors of {self.name} as they were read, found them edited in memory; save "
-                "the edited network to a file of its own, and load that"
+                f"the tensors of {self.name} were edited in memory after they were read, so that stored "
+                "results would not belong to its file; save the edited network to another file, and load "
+                "that file"
             )
 
     def bind(self, hooks: HookSpec | None, sequence: int) -> BoundSpec:
-        """A HookSpec bound to the hook points of the network.
+        """Bind captures and interventions to the hook points of the network.
 
         Arguments:
             hooks: captures and interventions; None for none.
-            sequence: time steps per input.
+            sequence: number of time steps per input.
         """
         from ..forward.hooks.spec import HookSpec
 
@@ -148,19 +151,19 @@ class AlgZooModel:
 
     @plain_torch()
     def forward(self, x: Any, hooks: HookSpec | None = None, dtype: str = "float64") -> HookCache:
-        """One pass over inputs, with captures and interventions.
+        """Forward pass over inputs, with captures and interventions.
 
         Arguments:
             x: inputs [sample, time].
             hooks: captures and interventions; None for none.
-            dtype: "float32" or "float64".
+            dtype: dtype of the pass, "float32" or "float64".
 
         Returns:
-            The captures; `logits` are the outputs.
+            The captured activations by hook point; its `logits` are the outputs of the network.
 
         Raises:
-            ShapeError: for inputs of other dims or sizes.
-            HookPointNotFound, InterventionError: for a HookSpec that does not fit the network.
+            ShapeError: the inputs have other dims or sizes.
+            HookPointNotFound, InterventionError: `hooks` does not fit the network.
         """
         import torch
 
@@ -170,7 +173,10 @@ class AlgZooModel:
 
         inputs = torch.as_tensor(np.asarray(x))
         if inputs.ndim != 2 or 0 in inputs.shape:
-            raise ShapeError(f"expected inputs [sample, time], found shape {list(inputs.shape)}")
+            raise ShapeError(
+                f"expected inputs of shape [sample, time], found shape {list(inputs.shape)}; pass one row "
+                "per sample"
+            )
         n_samples, sequence = inputs.shape
         spec = self.bind(hooks, sequence)
         sizes = self.shape.axis_sizes(sequence) | {"batch": n_samples}
@@ -187,18 +193,19 @@ class AlgZooModel:
 def load_model(
     name: str | Path, *, task: str | None = None, sequence: int | None = None, heads: int = 1
 ) -> AlgZooModel:
-    """Load a network: a file (`.safetensors`, `.pth`), one that ships, or a handcrafted one.
+    """Load a network from a file, or one that ships with mizarr.
 
     Arguments:
-        name: path or name.
-        task: name of the task; needed where the file has none.
-        sequence: time steps; needed where neither tensors nor file give them, else checked against these.
-        heads: attention heads of a transformer, which no file contains.
+        name: path of a `.safetensors` or `.pth` file, or a name of `SHIPPED` or `HANDCRAFTED`.
+        task: name of the task; needed if the file does not name it.
+        sequence: number of time steps per input; needed if neither tensors nor file determine it, else it
+            must agree with them.
+        heads: number of attention heads of a transformer, which no file contains.
 
     Raises:
-        ModelNotFound: for a missing file.
-        WeightsError: for tensors of no AlgZoo network, or a file name that contradicts them.
-        ConfigError: for a task that is unknown, missing or does not fit the tensors.
+        ModelNotFound: there is no such file.
+        WeightsError: the tensors are of no AlgZoo network, or contradict the file name.
+        ConfigError: the task is unknown, missing or does not fit the tensors.
     """
     text = str(name)
     files = PinnedFiles(f"the network {text}", "its file was replaced meanwhile; start again with it")
@@ -211,19 +218,25 @@ def load_model(
         tensors, metadata = read_tensors(files.note(_path_of(text)))
     shape = shape_of(tensors, text, heads)
     if heads != 1 and isinstance(shape, RnnShape):
-        raise ConfigError(f"{text}: expected no heads of an RNN, found heads={heads}; leave it out")
+        raise ConfigError(
+            f"{text}: the network is an RNN, which has no attention heads, found heads={heads}; leave it out"
+        )
     zoo_task = _task_of(text, task or metadata.task)
     if metadata.hidden is not None and metadata.hidden != shape.hidden:
         raise WeightsError(
-            f"{text}: expected tensors of width {metadata.hidden}, as in the file name, found width "
-            f"{shape.hidden}; is it the right file?"
+            f"{text}: the file name says that the network has width {metadata.hidden}, but its tensors have "
+            f"width {shape.hidden}; check that it is the right file"
         )
     length = _sequence_of(text, zoo_task, shape, sequence, metadata.sequence)
     return AlgZooModel(text, zoo_task, length, tensors, shape, metadata, files)
 
 
 def _path_of(name: str) -> Path:
-    """File of a shipped network, or a path; ModelNotFound for a name that is neither."""
+    """Path of a network's file, given by the name of a shipped network or by the path itself.
+
+    Raises:
+        ModelNotFound: it is neither.
+    """
     if name in SHIPPED:
         return FOLDER / f"{name}.safetensors"
     path = Path(name).expanduser()
@@ -234,51 +247,70 @@ def _path_of(name: str) -> Path:
     hint = (
         f"; did you mean {near!r}?" if near else f"; {', '.join((*SHIPPED, *HANDCRAFTED))} ship with mizarr"
     )
-    raise ModelNotFound(f"expected a file of AlgZoo ({' or '.join(FORMATS)}), found none at {name!r}{hint}")
+    raise ModelNotFound(
+        f"expected an AlgZoo network: a file that ends in {' or '.join(FORMATS)}, or the name of a network "
+        f"that ships with mizarr; found neither at {name!r}{hint}"
+    )
 
 
 def _task_of(where: str, name: str | None) -> Task:
-    """The named task; ConfigError without a name."""
+    """Look up the task of a network by name; `where` is the network in the message of a ConfigError."""
     if name is None:
         raise ConfigError(
-            f"{where}: expected the task in the file name, found none; name it, such as task=2nd_argmax"
+            f"{where}: the file does not name the network's task; pass it, such as task=2nd_argmax"
         )
     return task_named(name)
 
 
 def _sequence_of(where: str, task: Task, shape: Shape, requested: int | None, in_name: int | None) -> int:
-    """Time steps per input: from the tensors, else as requested, else from the file name."""
+    """Number of time steps per input: from the tensors, else as requested, else from the file name.
+
+    Arguments:
+        where: the network, for messages.
+        task: its task.
+        shape: network type and layer sizes.
+        requested: length that the caller passed; None for none.
+        in_name: length that the file name or header states; None for none.
+
+    Raises:
+        ConfigError: the length is unknown, contradicts another source, or task and network do not fit.
+    """
     if isinstance(shape, RnnShape):
         if task.draws == "integers":
             raise ConfigError(
-                f"{where}: expected a transformer for {task.name}, found an RNN; name another task"
+                f"{where}: the task {task.name} has integer inputs, which need a transformer, but the "
+                "network is an RNN; pass another task"
             )
         # A classifier has one output per time step; a scalar network fits any length.
         length = (requested or in_name) if task.is_scalar else shape.outputs
     else:
         if task.draws != "integers":
             raise ConfigError(
-                f"{where}: expected an RNN for {task.name}, whose inputs are numbers, found a transformer, "
-                "which reads integers; name another task"
+                f"{where}: the task {task.name} has real numbers as inputs, which need an RNN, but the "
+                "network is a transformer over integers; pass another task"
             )
         length = shape.sequence
     if length is None:
         raise ConfigError(
-            f"{where}: expected the sequence length in the file name, found none; name it, such as sequence=3"
+            f"{where}: the file does not state the number of time steps per input; pass it, such as "
+            "sequence=3"
         )
     if length < task.min_sequence or shape.outputs != task.outputs(length):
         raise ConfigError(
-            f"{where}: expected {task.outputs(length)} outputs for {task.name} of {length} numbers, found "
-            f"{shape.outputs}; say another task or sequence"
+            f"{where}: the task {task.name} needs at least {task.min_sequence} numbers per input, and for "
+            f"{length} numbers a network of {task.outputs(length)} outputs; this network has "
+            f"{shape.outputs}; pass another task or sequence"
         )
     # An integer task has values 0..n-1, each of which needs a row of the embedding.
     if not isinstance(shape, RnnShape) and shape.inputs < length:
         raise ConfigError(
-            f"{where}: expected an embedding of {length} integers for {task.name}, found {shape.inputs}"
+            f"{where}: the task {task.name} with {length} integers per input needs embeddings for {length} "
+            f"integers, but the network has {shape.inputs}"
         )
-    for stated, origin in ((requested, "asked for"), (in_name, "in the name")):
+    for stated, origin in ((requested, "sequence is"), (in_name, "the file states")):
         if stated is not None and stated != length:
             raise ConfigError(
-                f"{where}: expected sequences of {length}, as the tensors say, found {stated} {origin}"
+                f"{where}: the tensors are for inputs of {length} time steps, but {origin} {stated}; leave "
+                "out sequence, or check that it is the right file"
             )
     return length

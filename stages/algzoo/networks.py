@@ -1,4 +1,4 @@
-"""The two types of AlgZoo networks, without their computation: sizes, hook points, tensors of a checkpoint.
+"""The two types of AlgZoo networks, RNN and transformer: their sizes, hook points and checkpoint tensors.
 
     RNN          p_t = W_ih x_t + W_hh h_{t-1},  h_t = relu(p_t),  h_{-1} = 0,  y = W_oh h_{T-1}
     transformer  z = embed[x] + pos_embed;  per layer z += softmax(Q K^T / sqrt(d)) V O^T, unmasked;
@@ -42,25 +42,25 @@ __all__ = [
 ]
 
 LARGEST = 4096
-"""Largest width, number of classes or time steps that is accepted; AlgZoo's largest is 32."""
+"""Largest accepted width, number of classes or number of time steps; the largest in AlgZoo is 32."""
 
 
 @dataclass(frozen=True)
 class RnnShape:
-    """A single-layer ReLU RNN over numbers."""
+    """Sizes of a single-layer ReLU RNN that reads one number per time step."""
 
     kind: ClassVar[str] = "rnn"
-    """Network type, in digests and attributes."""
+    """Name of the network type, in digests and attributes of labelled weights."""
     version: ClassVar[str] = "algzoo-rnn/1"
-    """Version of the forward pass; changes when numbers change."""
+    """Version of the forward pass, part of keys; changed when its numbers change."""
     hidden: int
-    """Neurons of the state."""
+    """Number of neurons of the state."""
     outputs: int
-    """Classes, or 1 for a scalar answer."""
+    """Number of classes, or 1 for a scalar answer."""
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name in a checkpoint -> shape."""
+        """Name of each tensor in a checkpoint -> its shape."""
         return {
             "rnn.weight_ih_l0": (self.hidden, 1),
             "rnn.weight_hh_l0": (self.hidden, self.hidden),
@@ -69,7 +69,7 @@ class RnnShape:
 
     @property
     def dims(self) -> dict[str, tuple[str, tuple[str, ...]]]:
-        """Name in a checkpoint -> name and dims of the labelled array."""
+        """Name of each tensor in a checkpoint -> (name, dims) of the labelled array."""
         return {
             "rnn.weight_ih_l0": ("weight_ih", ("neuron", "input")),
             "rnn.weight_hh_l0": ("weight_hh", ("neuron", "neuron_")),
@@ -77,40 +77,40 @@ class RnnShape:
         }
 
     def hook_points(self, sequence: int) -> tuple[HookPoint, ...]:
-        """Hook points for inputs of `sequence` time steps, in execution order."""
+        """Hook points of the RNN for inputs of `sequence` time steps, in execution order."""
         # A time step takes the place of a layer in the names of hook points.
         kinds = ("rnn_pre_activation", "rnn_hidden", "rnn_final_state", "rnn_output")
         return points_of(kinds, sequence)
 
     def axis_sizes(self, sequence: int) -> dict[str, int]:
-        """Sizes of the axes of hook points."""
+        """Name -> size of the axes that activations have, except sample; `sequence` is not needed here."""
         return {"neuron": self.hidden, "output": self.outputs}
 
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """An attention-only transformer over integers."""
+    """Sizes of an attention-only transformer that reads integers."""
 
     kind: ClassVar[str] = "transformer"
-    """Network type, in digests and attributes."""
+    """Name of the network type, in digests and attributes of labelled weights."""
     version: ClassVar[str] = "algzoo-transformer/1"
-    """Version of the forward pass; changes when numbers change."""
+    """Version of the forward pass, part of keys; changed when its numbers change."""
     hidden: int
     """Width of the residual stream."""
     outputs: int
     """Number of classes."""
     layers: int
-    """Attention layers."""
+    """Number of attention layers."""
     sequence: int
-    """Positions."""
+    """Number of positions, for each of which there is a position embedding."""
     inputs: int
-    """Vocabulary size."""
+    """Number of integers that have an embedding."""
     heads: int = 1
-    """Attention heads, which no file contains."""
+    """Number of attention heads per layer, which no file states."""
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name in a checkpoint -> shape."""
+        """Name of each tensor in a checkpoint -> its shape."""
         layers: dict[str, tuple[int, ...]] = {}
         for i in range(self.layers):
             layers[f"attns.{i}.in_proj_weight"] = (3 * self.hidden, self.hidden)
@@ -124,7 +124,7 @@ class TransformerShape:
 
     @property
     def dims(self) -> dict[str, tuple[str, tuple[str, ...]]]:
-        """Name in a checkpoint -> name and dims of the labelled array."""
+        """Name of each tensor in a checkpoint -> (name, dims) of the labelled array."""
         # Rows of in_proj are queries, keys and values, as torch's MultiheadAttention stores them.
         layers = {}
         for i in range(self.layers):
@@ -138,12 +138,12 @@ class TransformerShape:
         }
 
     def hook_points(self, sequence: int) -> tuple[HookPoint, ...]:
-        """Hook points, in execution order."""
+        """Hook points of the transformer, in execution order; `sequence` is not needed here."""
         kinds = ("embed", "resid_pre", "scores", "pattern", "attn_out", "resid_post")
         return points_of(kinds, self.layers)
 
     def axis_sizes(self, sequence: int) -> dict[str, int]:
-        """Sizes of the axes of hook points."""
+        """Name -> size of the axes that activations have, except sample; `sequence` is not needed here."""
         positions = dict.fromkeys(("position", "query_position", "key_position"), self.sequence)
         return {"hidden": self.hidden, "head": self.heads, **positions}
 
@@ -153,7 +153,7 @@ Shape = RnnShape | TransformerShape
 
 
 def parameters(shape: Shape) -> int:
-    """Number of parameters: H (1 + H + O) of an RNN, range H + n H + 4 L H^2 + O H of a transformer."""
+    """Number of parameters of a network of this type and these sizes."""
     return sum(int(np.prod(size)) for size in shape.tensors.values())
 
 
@@ -164,55 +164,59 @@ def digest_of(shape: Shape) -> str:
 
 
 def tensors_digest(tensors: Mapping[str, Array]) -> str:
-    """`sha256:…` of tensors by name: equal for both file formats and for handcrafted tensors."""
+    """Digest `sha256:…` of tensors and their names: equal whichever file format or builder they come from."""
     return (
         f"sha256:{digest('algzoo-weights', {name: array_digest(tensor) for name, tensor in tensors.items()})}"
     )
 
 
 def shape_of(tensors: Mapping[str, Array], where: str, heads: int = 1) -> Shape:
-    """Network type and layer sizes, recognised from the tensors of a checkpoint.
+    """Recognise network type and layer sizes from the tensors of a checkpoint.
 
     Arguments:
-        tensors: named as in a checkpoint.
-        where: file or name, for messages.
-        heads: attention heads of a transformer.
+        tensors: name in the checkpoint -> tensor.
+        where: file or name of the network, for messages.
+        heads: number of attention heads of a transformer, which the tensors do not determine.
 
     Raises:
-        WeightsError: for tensors of another network, contradicting sizes, biases, or numbers that are not
-            finite.
+        WeightsError: the tensors are of another network, contradict each other in size, include biases, or
+            are not finite.
     """
     # Sizes come from a few tensors; all tensors are then compared with the shapes that these sizes imply.
-    shape = _guessed(tensors, where, heads)
-    expected = shape.tensors
-    for name, size in expected.items():
+    shape = _shape_by_main_tensors(tensors, where, heads)
+    expected_shapes = shape.tensors
+    for name, expected_shape in expected_shapes.items():
         if name not in tensors:
             raise WeightsError(
-                f"{where}: expected a tensor {name} {list(size)}, found none; is the file whole?"
+                f"{where}: the tensor {name} of shape {list(expected_shape)} is missing; check that the file "
+                "is complete"
             )
-        if tensors[name].shape != size:
+        if tensors[name].shape != expected_shape:
             raise WeightsError(
-                f"{where}: expected {name} of shape {list(size)} beside the other tensors, found "
-                f"{list(tensors[name].shape)}; its tensors are of several networks"
+                f"{where}: the sizes of the other tensors imply shape {list(expected_shape)} for {name}, "
+                f"found shape {list(tensors[name].shape)}; check that all tensors are of the same network"
             )
         if not np.isfinite(tensors[name]).all():
             raise WeightsError(
-                f"{where}: expected finite numbers, found NaN or infinity in {name}; train it again"
+                f"{where}: the tensor {name} holds NaN or infinity; train the network again, or use another "
+                "file"
             )
-    if unexpected := [name for name in tensors if name not in expected]:
-        biases = " (networks of AlgZoo have no biases)" if any("bias" in name for name in unexpected) else ""
+    if unexpected := [name for name in tensors if name not in expected_shapes]:
+        biases = ", and no biases" if any("bias" in name for name in unexpected) else ""
         raise WeightsError(
-            f"{where}: expected {', '.join(expected)}, found {unexpected[0]} besides{biases}; another "
-            "network computes with it"
+            f"{where}: a {shape.kind} of AlgZoo has the tensors {', '.join(expected_shapes)}{biases}; found "
+            f"{unexpected[0]} as well, so this is another network"
         )
     return shape
 
 
 def labelled(tensors: Mapping[str, Array], shape: Shape) -> xr.Dataset:
-    """Weights as labelled arrays, the input of stages, with the network type as attribute.
+    """Convert the tensors of a checkpoint to labelled arrays, the input of analysis stages.
+
+    The attributes state the network type and the number of attention heads.
 
     Arguments:
-        tensors: named as in a checkpoint.
+        tensors: name in the checkpoint -> tensor.
         shape: network type and layer sizes.
     """
     import xarray as xr
@@ -222,10 +226,13 @@ def labelled(tensors: Mapping[str, Array], shape: Shape) -> xr.Dataset:
 
 
 def tensors_of(weights: xr.Dataset) -> tuple[dict[str, Array], Shape]:
-    """Tensors named as in a checkpoint, and the shape, of labelled weights.
+    """Convert labelled weights back to the tensors of a checkpoint.
+
+    Returns:
+        (name in the checkpoint -> tensor; network type and layer sizes).
 
     Raises:
-        WeightsError: for a dataset that `labelled` did not make.
+        WeightsError: the dataset is not labelled weights of an AlgZoo network.
     """
     if weights.attrs.get("network") == RnnShape.kind and "weight_oh" in weights:
         shape: Shape = RnnShape(weights.sizes["neuron"], weights.sizes["output"])
@@ -243,26 +250,30 @@ def tensors_of(weights: xr.Dataset) -> tuple[dict[str, Array], Shape]:
         )
     else:
         raise WeightsError(
-            "expected labelled weights of AlgZoo, found "
-            f"{', '.join(map(str, weights.data_vars)) or 'nothing'}; take AlgZooModel.weights"
+            "expected the labelled weights of an AlgZoo network, as AlgZooModel.weights holds them, found a "
+            f"dataset of {', '.join(map(str, weights.data_vars)) or 'nothing'}"
         )
     return {
         tensor: weights[name].transpose(*dims).values for tensor, (name, dims) in shape.dims.items()
     }, shape
 
 
-def _guessed(tensors: Mapping[str, Array], where: str, heads: int) -> Shape:
-    """Kind and sizes that the characteristic tensors imply; `shape_of` checks the others against them."""
+def _shape_by_main_tensors(tensors: Mapping[str, Array], where: str, heads: int) -> Shape:
+    """Network type and sizes by the tensors that only this type has; arguments and errors as in `shape_of`.
+
+    The other tensors are not compared with these sizes.
+    """
     for name, tensor in tensors.items():
         # Biases pass here, so that `shape_of` can name them in its message.
         if tensor.ndim != 2 and "bias" not in name:
             raise WeightsError(
-                f"{where}: expected matrices, found {name} of shape {list(tensor.shape)}; is it of AlgZoo?"
+                f"{where}: the weights of an AlgZoo network are matrices, found the tensor {name} of shape "
+                f"{list(tensor.shape)}; check that the file holds an AlgZoo network"
             )
         if max(tensor.shape, default=0) > LARGEST or 0 in tensor.shape:
             raise WeightsError(
-                f"{where}: expected sizes from 1 to {LARGEST}, found {name} of shape {list(tensor.shape)}; "
-                "is it of AlgZoo?"
+                f"{where}: the matrices of an AlgZoo network have sizes from 1 to {LARGEST}, found the "
+                f"tensor {name} of shape {list(tensor.shape)}; check that the file holds an AlgZoo network"
             )
     if "linear.weight" in tensors:
         outputs, hidden = tensors["linear.weight"].shape
@@ -270,7 +281,9 @@ def _guessed(tensors: Mapping[str, Array], where: str, heads: int) -> Shape:
     if all(name in tensors for name in ("embed.weight", "pos_embed.weight", "unembed.weight")):
         inputs, hidden = tensors["embed.weight"].shape
         if heads < 1 or hidden % heads:
-            raise WeightsError(f"{where}: expected heads that divide the width {hidden}, found {heads}")
+            raise WeightsError(
+                f"{where}: the number of attention heads must divide the width {hidden}, found heads={heads}"
+            )
         layers = {match[1] for name in tensors if (match := re.match(r"attns\.(\d+)\.", name))}
         return TransformerShape(
             hidden,
@@ -281,6 +294,7 @@ def _guessed(tensors: Mapping[str, Array], where: str, heads: int) -> Shape:
             heads,
         )
     raise WeightsError(
-        f"{where}: expected linear.weight (an RNN) or embed.weight, pos_embed.weight and unembed.weight (a "
-        f"transformer), found {', '.join(sorted(tensors)[:4]) or 'no tensors'}; is it of AlgZoo?"
+        f"{where}: an AlgZoo network has a tensor linear.weight (RNN), or embed.weight, pos_embed.weight and "
+        f"unembed.weight (transformer), found {', '.join(sorted(tensors)[:4]) or 'no tensors'}; check that "
+        "the file holds an AlgZoo network"
     )

@@ -26,12 +26,12 @@ __all__ = ["RnnWeights", "require_rnn"]
 
 @dataclass(frozen=True, eq=False)
 class RnnWeights:
-    """Weights of an RNN, float64."""
+    """Weights of an RNN as float64 matrices."""
 
     ih: Array
     """Input weights [neuron]."""
     hh: Array
-    """Recurrent weights [neuron, neuron_]."""
+    """Recurrent weights [neuron, neuron_]: from neuron_ in one time step to neuron in the next."""
     oh: Array
     """Readout weights [output, neuron]."""
 
@@ -46,25 +46,29 @@ class RnnWeights:
         return self.ih.size + self.hh.size + self.oh.size
 
     def projected(self, keep: Array) -> RnnWeights:
-        """The network with its state multiplied by `keep` [neuron, neuron_] after every ReLU."""
+        """The network whose state is multiplied by a matrix after every ReLU.
+
+        Arguments:
+            keep: the matrix, [neuron, neuron_].
+        """
         # States are read by hh and oh only, so changing these matrices changes the states they read.
         return RnnWeights(self.ih, self.hh @ keep, self.oh @ keep)
 
     def without(self, *neurons: int) -> RnnWeights:
-        """The network with some neurons zero after every ReLU."""
+        """The network in which some neurons (indices) are ablated: set to zero after every ReLU."""
         keep = np.ones(self.hidden)
         keep[list(neurons)] = 0.0
-        # Columns of hh and oh are what reads a neuron; its own row may stay.
+        # A neuron is read by its columns in hh and oh; the row that computes it may stay.
         return RnnWeights(self.ih, self.hh * keep, self.oh * keep)
 
     def states(self, x: Array) -> Array:
         """Pre-activations, float64 [sample, time, neuron], for inputs [sample, time]."""
-        traced = np.empty((len(x), x.shape[1], self.hidden))
+        pre_activations = np.empty((len(x), x.shape[1], self.hidden))
         hidden = np.zeros((len(x), self.hidden))
         for step in range(x.shape[1]):
-            traced[:, step] = x[:, step, None] * self.ih + hidden @ self.hh.T
-            hidden = np.maximum(traced[:, step], 0.0)
-        return traced
+            pre_activations[:, step] = x[:, step, None] * self.ih + hidden @ self.hh.T
+            hidden = np.maximum(pre_activations[:, step], 0.0)
+        return pre_activations
 
     def outputs(self, x: Array) -> Array:
         """Outputs, float64 [sample, output], for inputs [sample, time]."""
@@ -77,19 +81,20 @@ class RnnWeights:
 
 
 def require_rnn(weights: xr.Dataset, analysis: str) -> RnnWeights:
-    """Float64 matrices of labelled weights.
+    """The float64 matrices of an RNN from its labelled weights.
 
     Arguments:
-        weights: labelled weights, `AlgZooModel.weights`.
-        analysis: name of the analysis, for the message.
+        weights: labelled weights of a network, as `AlgZooModel.weights`.
+        analysis: name of the analysis that needs an RNN, for the error message.
 
     Raises:
-        WeightsError: for a network that is no RNN.
+        WeightsError: the network is not an RNN.
     """
     tensors, shape = tensors_of(weights)
     if not isinstance(shape, RnnShape):
         raise WeightsError(
-            f"{analysis}: expected an RNN, found a {shape.kind}; only RNNs are pieces of linear maps"
+            f"{analysis} needs an RNN, which is piecewise linear, found a {shape.kind}; pass the weights of "
+            "an RNN"
         )
     ih, hh, oh = (np.asarray(tensors[name], np.float64) for name in shape.tensors)
     return RnnWeights(ih[:, 0], hh, oh)

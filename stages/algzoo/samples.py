@@ -1,4 +1,4 @@
-"""Inputs with correct answers: random from a seed, enumerated, or from candle-mi's random number generator.
+"""Inputs of AlgZoo tasks with correct answers: random from a seed, enumerated, or from candle-mi's generator.
 
 Sample i of a seed does not depend on how many are drawn, or by which worker: samples come in blocks of a
 million, and each block has a generator seeded by (seed, block).
@@ -36,13 +36,14 @@ __all__ = [
 ]
 
 BLOCK = 1_000_000
-"""Samples that share a generator, and form a cell of a stored count."""
+"""Number of samples that share a random generator, and whose counts are computed and stored together."""
 SLICE = 8192
-"""Samples that a network processes at a time: their states then fit in the cache of a core."""
+"""Number of samples that a network processes at a time: their states then fit in the cache of a core."""
 PROBE_STATE, SURPRISE_STATE = 42, 123456789
-"""Start states of candle-mi's generator, for probes and for surprise accounting, so that numbers compare."""
+"""Start states with which candle-mi draws inputs for probes and for surprise accounting; with the same inputs
+its numbers can be compared with ours."""
 MULTIPLIER = 6364136223846793005
-"""Multiplier of the generator (Knuth's MMIX)."""
+"""Multiplier of candle-mi's linear congruential generator (Knuth's MMIX)."""
 MOST = 10**12
 """Largest number of inputs that is enumerated."""
 
@@ -64,21 +65,25 @@ def slices(
 
     Arguments:
         task: the task.
-        sequence: time steps per input.
-        block: number of the block.
+        sequence: number of time steps per input, n.
+        block: number of the block, from 0.
         count: number of inputs.
         seed: seed of random inputs.
-        draw: "random", or "all" for all integer inputs in order.
-        end_token: whether integer inputs are n - 1 values in 0..n-2 followed by n - 1, at the position from
-            which the transformer is read out.
+        draw: "random", or "all" to enumerate all inputs of an integer task in order.
+        end_token: whether integer inputs are n - 1 values in 0..n-2, followed by the value n - 1. The
+            transformer's answer is read at the position of this last value.
 
     Raises:
-        ConfigError: for draw="all" or an end token with another than an integer task, or for both.
+        ConfigError: draw="all" or an end token for a task that is not on integers, or both together.
     """
     if task.draws != "integers" and (end_token or draw == "all"):
-        raise ConfigError(f"expected a task of integers to end or enumerate, found {task.name}")
+        setting = "end_token=True" if end_token else 'draw="all"'
+        raise ConfigError(
+            f"{setting} is for tasks on integers, found the task {task.name}, whose inputs are real numbers; "
+            "leave it out"
+        )
     if end_token and draw == "all":
-        raise ConfigError("expected all inputs, or samples with an end token, found both; draw samples")
+        raise ConfigError('expected either draw="all" or end_token=True, found both; use draw="random"')
     # Drawn in order within a block: the first n samples are the same for every count.
     rng = np.random.default_rng([seed, block])
     for first in range(0, count, SLICE):
@@ -97,15 +102,15 @@ def slices(
 def drawn(
     task: Task, sequence: int, count: int, *, seed: int = 0, draw: Draw = "random", end_token: bool = False
 ) -> Array:
-    """The first inputs of a seed, [sample, time], in memory.
+    """The first inputs of a seed, float32 or int64 [sample, time], as one array.
 
     Arguments:
         task: the task.
-        sequence: time steps per input.
+        sequence: number of time steps per input.
         count: number of inputs.
         seed: seed of random inputs.
-        draw: "random", or "all" for all integer inputs in order.
-        end_token: see `slices`.
+        draw: "random", or "all" to enumerate all inputs of an integer task in order.
+        end_token: whether integer inputs end with a fixed value; see `slices`.
     """
     parts = [
         part
@@ -116,43 +121,46 @@ def drawn(
 
 
 def block_sizes(count: int) -> list[int]:
-    """Number of samples in each block of the first `count` samples."""
+    """Numbers of samples of the blocks that the first `count` samples of a seed fill; the last may be
+    partial."""
     if count < 1:
-        raise ConfigError(f"expected at least one sample, found {count}")
+        raise ConfigError(f"expected the number of samples to be at least 1, found {count}")
     whole, remainder = divmod(count, BLOCK)
     return [BLOCK] * whole + [remainder] * bool(remainder)
 
 
 def count_inputs(task: Task, sequence: int) -> int:
-    """Number of inputs of an integer task, n^n.
+    """Number of different inputs of a task on integers, n^n.
 
     Arguments:
         task: the task.
-        sequence: time steps per input, n.
+        sequence: number of time steps per input, n.
 
     Raises:
-        ConfigError: for another task, or more than `MOST` inputs.
+        ConfigError: the task is not on integers, or there are more than `MOST` inputs.
     """
     if task.draws != "integers":
         raise ConfigError(
-            f"expected a task of integers to enumerate, found {task.name}; draw samples instead"
+            f"only the inputs of a task on integers can be enumerated, found the task {task.name}; draw "
+            "random samples instead"
         )
     if (count := sequence**sequence) > MOST:
         raise ConfigError(
-            f"expected at most {MOST:,} inputs to enumerate, found {count:,}; draw samples instead"
+            f"{task.name} has {count:,} inputs of {sequence} integers, and at most {MOST:,} can be "
+            "enumerated; draw random samples instead"
         )
     return int(count)
 
 
 def lcg(count: int, sequence: int, state: int = PROBE_STATE) -> Array:
-    """Inputs [sample, time] of candle-mi's analyses: uniform on [-3, 3), float32.
+    """Inputs that candle-mi's generator draws, uniform on [-3, 3), float32 [sample, time].
 
     s <- 6364136223846793005 s + 1 mod 2^64;  x = (float32(s >> 33) / 2^31 - 0.5) * 6; time varies fastest.
 
     Arguments:
         count: number of inputs.
-        sequence: time steps per input.
-        state: start state s.
+        sequence: number of time steps per input.
+        state: start state s of the generator.
     """
     bits = np.empty(count * sequence, np.uint64)
     for i in range(bits.size):
@@ -185,23 +193,26 @@ def algzoo_samples(
 
     Arguments:
         task: name of the task.
-        sequence: time steps per input.
+        sequence: number of time steps per input.
         samples: number of inputs.
-        seed: of the inputs, or start state of the generator.
-        source: "task" draws from the distribution of training, "lcg" candle-mi's uniform numbers.
-        end_token: see `slices`.
+        seed: seed of the inputs; for source="lcg" the start state of the generator.
+        source: "task" draws from the task's own distribution, "lcg" uniform numbers as candle-mi does.
+        end_token: whether integer inputs end with a fixed value; see `slices`.
 
     Returns:
         x [sample, time], float32 or int64 for integers, and target [sample].
 
     Raises:
-        ConfigError: for an unknown task, or "lcg" with an integer task.
+        ConfigError: the task is unknown, or on integers with source="lcg".
     """
     import xarray as xr
 
     zoo_task = task_named(task)
     if source == "lcg" and zoo_task.draws == "integers":
-        raise ConfigError(f"expected a task of numbers with source='lcg', found {task}; use source='task'")
+        raise ConfigError(
+            f"source='lcg' draws real numbers, found the task {task}, whose inputs are integers; use "
+            "source='task'"
+        )
     x = (
         lcg(samples, sequence, seed)
         if source == "lcg"
@@ -211,7 +222,13 @@ def algzoo_samples(
 
 
 def _enumerated(sequence: int, first: int, rows: int) -> Array:
-    """Rows `first` and following of all functions from n positions to n values, counted in base n."""
+    """Some of all n^n integer inputs of length n, int64 [sample, time]: row i is the number i in base n.
+
+    Arguments:
+        sequence: number of time steps per input, n.
+        first: number of the first row.
+        rows: number of rows.
+    """
     numbers = np.arange(first, first + rows)
     # int64: n^n reaches 1e12 for the largest n that is enumerated.
     powers = sequence ** np.arange(sequence - 1, -1, -1, dtype=np.int64)

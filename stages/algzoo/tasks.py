@@ -27,80 +27,89 @@ __all__ = ["TASKS", "Task", "task_named"]
 
 @dataclass(frozen=True)
 class Task:
-    """Distribution of inputs, and the correct answer to each."""
+    """A task of AlgZoo: the distribution of its inputs of n numbers, and the correct answer to each input."""
 
     name: str
-    """Name in the zoo."""
+    """Name of the task in AlgZoo."""
     draws: Literal["normal", "integers"]
-    """Inputs: independent standard normal numbers, or integers in 0..n-1."""
+    """Distribution of an input: n independent standard normal numbers, or n integers in 0..n-1."""
     is_scalar: bool
-    """True for a numeric answer, False for one of n classes."""
+    """True if the answer is a number, False if it is one of n classes."""
     right: Callable[[Array], Array]
-    """Correct answers [sample] of valid inputs [sample, time]."""
+    """Function from valid inputs [sample, time] to correct answers [sample]."""
     meaning: str
-    """Description of the answer."""
+    """What the correct answer is, in words."""
     min_sequence: int = 2
-    """Smallest number of time steps."""
+    """Smallest number of time steps for which the task is defined."""
 
     def outputs(self, sequence: int) -> int:
-        """Outputs of a network: a logit per class, or one number."""
+        """Number of outputs that a network needs: a logit per class, or one number.
+
+        Arguments:
+            sequence: number of time steps per input, n.
+        """
         return 1 if self.is_scalar else sequence
 
     def chance(self, sequence: int) -> float:
-        """Accuracy of guessing; 0 for a scalar answer."""
+        """Accuracy of a random guess, for inputs of `sequence` time steps; 0 for a scalar answer."""
         return 0.0 if self.is_scalar else 1.0 / sequence
 
     def targets(self, x: Array) -> Array:
         """Correct answers [sample] for inputs [sample, time]: int64 classes, or float64 numbers.
 
         Raises:
-            ShapeError: for inputs of other dims, too few time steps, or integers outside 0..n-1.
+            ShapeError: the inputs have other dims, too few time steps, or integers outside 0..n-1.
         """
         if x.ndim != 2 or x.shape[1] < self.min_sequence:
             raise ShapeError(
-                f"{self.name}: expected inputs [sample, time] of at least {self.min_sequence} time steps, "
-                f"found shape {list(x.shape)}"
+                f"the task {self.name} needs inputs of shape [sample, time] with at least "
+                f"{self.min_sequence} time steps, found shape {list(x.shape)}"
             )
         if self.draws == "integers" and x.size and not (x.min() >= 0 and x.max() < x.shape[1]):
             raise ShapeError(
-                f"{self.name}: expected integers in 0..{x.shape[1] - 1}, found {x.min()} to {x.max()}; an "
-                "input is a function of its positions"
+                f"the task {self.name} needs inputs of integers from 0 to {x.shape[1] - 1}, because each is "
+                f"the index of a position of the input; found values from {x.min()} to {x.max()}"
             )
         return self.right(x)
 
 
 def task_named(name: str) -> Task:
-    """The task with a name.
+    """Look up a task by its name in AlgZoo.
 
     Raises:
-        ConfigError: for an unknown task; the message suggests the nearest name.
+        ConfigError: there is no task of this name; the message suggests the nearest one.
     """
     if name not in TASKS:
         near = nearest(name, TASKS)
         hint = f"did you mean {near!r}?" if near else f"there are {', '.join(TASKS)}"
-        raise ConfigError(f"expected a task of AlgZoo, found {name!r}; {hint}")
+        raise ConfigError(f"AlgZoo has no task {name!r}; {hint}")
     return TASKS[name]
 
 
 def _second_argmax(x: Array) -> Ints:
-    return _at_rank(x, x.shape[1] - 2)
+    """Index of the second largest number of each row."""
+    return _index_of_rank(x, x.shape[1] - 2)
 
 
 def _argmax(x: Array) -> Ints:
+    """Index of the largest number of each row."""
     index: Ints = x.argmax(axis=1)
     return index
 
 
 def _argmedian(x: Array) -> Ints:
-    return _at_rank(x, x.shape[1] // 2)
+    """Index of the median of each row; of an even number of numbers, of the upper of the middle two."""
+    return _index_of_rank(x, x.shape[1] // 2)
 
 
 def _median(x: Array) -> Array:
+    """Median of each row."""
     median: Array = np.median(x.astype(np.float64), axis=1)
     return median
 
 
 def _argoutlier(x: Array) -> Ints:
+    """Index of the number of each row that is farthest from the row's mean."""
     # float64: in float32 the mean's rounding may decide between two nearly equal distances.
     exact = x.astype(np.float64)
     index: Ints = np.abs(exact - exact.mean(axis=1, keepdims=True)).argmax(axis=1)
@@ -122,22 +131,24 @@ def _longest_cycle(x: Array) -> Ints:
     return longest
 
 
-def _at_rank(x: Array, rank: int) -> Ints:
-    """Index of the value of a given ascending rank in each row; of equal values the earlier ranks lower."""
+def _index_of_rank(x: Array, rank: int) -> Ints:
+    """Index of the number with an ascending rank (0 = smallest) in each row; of equal ones the first is
+    lower."""
     # Ranks from pairwise comparisons over contiguous columns: 5 times as fast as sorting short rows.
     columns = np.ascontiguousarray(x.T)
-    below = np.zeros(columns.shape, np.int16)
+    # Number of smaller numbers in the row: the rank.
+    n_smaller = np.zeros(columns.shape, np.int16)
     for i in range(1, len(columns)):
         for j in range(i):
             is_less = columns[i] < columns[j]
             # i > j: of equal values the later one counts as larger.
-            below[j] += is_less
-            below[i] += ~is_less
-    index: Ints = (below == rank).argmax(axis=0)
+            n_smaller[j] += is_less
+            n_smaller[i] += ~is_less
+    index: Ints = (n_smaller == rank).argmax(axis=0)
     return index
 
 
-# Name -> task, in the order of the zoo.
+# Name -> task, in the order of AlgZoo.
 TASKS = {
     task.name: task
     for task in (

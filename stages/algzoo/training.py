@@ -45,41 +45,42 @@ __all__ = [
 ]
 
 WARM_UP = 2**14 / 2**20
-"""Share of the steps with rising learning rate, as in the zoo."""
+"""Share of the training steps in which the learning rate rises, as in AlgZoo."""
 NOTED = 64
-"""Number of mean losses recorded per training."""
+"""Number of losses recorded per training, each the mean over 1/64 of the steps."""
 RATE, DECAY, LEAST = 0.04, 1e-3, 0.01
-"""Learning rate times sqrt(H), weight decay, and final share of the learning rate, as in the zoo."""
+"""Learning rate times sqrt(hidden size), weight decay, and the factor by which the learning rate decays, as
+in AlgZoo."""
 
 
 @dataclass(frozen=True)
 class ZooTraining:
-    """Settings of one training.
+    """Settings of the training of one network.
 
     Raises:
-        ConfigError: for sizes that make no network.
+        ConfigError: a size, count or seed is out of its range.
     """
 
     task: str
     """Name of the task."""
     hidden: int
-    """Neurons of the RNN, or width of the transformer."""
+    """Number of neurons of an RNN, or width of a transformer's residual stream."""
     sequence: int
-    """Time steps per input."""
+    """Number of time steps per input."""
     seed: int = 0
-    """Seed of initial weights and samples."""
+    """Seed of initial weights and training inputs."""
     sequences: int = 2**22
     """Total number of training inputs."""
     batch: int = 1024
-    """Inputs per step."""
+    """Number of inputs per optimiser step."""
     layers: int = 2
-    """Layers of a transformer."""
+    """Number of layers, for a task that has a transformer."""
     heads: int = 1
-    """Attention heads of a transformer."""
+    """Number of attention heads, for a task that has a transformer."""
     end_token: bool = False
-    """Whether integer inputs end with a fixed token; see `samples.slices`."""
+    """Whether integer inputs end with a fixed value; see `samples.slices`."""
     checkpoints: tuple[int, ...] = ()
-    """Numbers of inputs after which weights are kept, multiples of the batch."""
+    """Numbers of training inputs after which the weights are kept; multiples of `batch`."""
 
     def __post_init__(self) -> None:
         zoo_task = task_named(self.task)
@@ -89,27 +90,36 @@ class ZooTraining:
             ("layers", self.layers, 1),
         ):
             if not minimum <= value <= LARGEST:
-                raise ConfigError(f"expected {name} from {minimum} to {LARGEST}, found {value}")
+                raise ConfigError(
+                    f"training a network for {self.task}: expected {name} from {minimum} to {LARGEST}, "
+                    f"found {value}"
+                )
         as_count(self.seed, "seed", least=0, most=LARGEST_INTEGER)
         if self.batch < 1 or self.sequences < 0:
             raise ConfigError(
-                f"expected a batch of at least 1, found {self.batch} of {self.sequences} sequences"
+                "expected batch of at least 1 and sequences of at least 0, found "
+                f"batch={self.batch} and sequences={self.sequences}"
             )
         if self.heads < 1 or self.hidden % self.heads:
-            raise ConfigError(f"expected heads that divide the width {self.hidden}, found {self.heads}")
+            raise ConfigError(
+                f"expected heads to divide the hidden size {self.hidden}, found heads={self.heads}"
+            )
         # A checkpoint within a batch would have no weights of its own; 0 are the initial weights.
         batch_ends = range(0, self.steps * self.batch + 1, self.batch)
         if invalid := [after for after in self.checkpoints if after not in batch_ends]:
             raise ConfigError(
-                f"expected checkpoints after whole batches of {self.batch}, up to {batch_ends[-1]}, found "
-                f"{invalid[0]}"
+                f"expected checkpoints at multiples of the batch of {self.batch} inputs, from 0 to "
+                f"{batch_ends[-1]}, found {invalid[0]}"
             )
         if self.end_token and zoo_task.draws != "integers":
-            raise ConfigError(f"expected a task of integers with an end token, found {self.task}")
+            raise ConfigError(
+                f"end_token is for tasks on integers, found {self.task}, whose inputs are real numbers; "
+                "leave it out"
+            )
 
     @property
     def shape(self) -> Shape:
-        """Network type and layer sizes."""
+        """Network type and layer sizes of the network to train."""
         outputs = task_named(self.task).outputs(self.sequence)
         if task_named(self.task).draws == "normal":
             return RnnShape(self.hidden, outputs)
@@ -117,7 +127,7 @@ class ZooTraining:
 
     @property
     def steps(self) -> int:
-        """Optimiser steps, each of a full batch; inputs that do not fill one are not drawn."""
+        """Number of optimiser steps: full batches only, so that a remainder of `sequences` is not drawn."""
         return self.sequences // self.batch
 
 
@@ -127,17 +137,15 @@ def train(
     advance: Callable[[int], None] = lambda steps: None,
     keep: Callable[[int, dict[str, Array]], None] = lambda sequences, tensors: None,
 ) -> tuple[dict[str, Array], Array]:
-    """Train a network.
-
-    Without steps the network has its initial weights.
+    """Train a network; if the settings imply no step, it keeps its initial weights.
 
     Arguments:
-        settings: of the training.
-        advance: called with the number of steps made since the last call.
+        settings: settings of the training.
+        advance: called with the number of steps made since its last call.
         keep: called at each checkpoint with the number of inputs so far and the tensors.
 
     Returns:
-        Tensors named as in a checkpoint, and mean losses [step]: nats for classes, or squared error.
+        (name in a checkpoint -> tensor; mean losses, float [step], in nats for classes, or squared errors).
     """
     import torch
 
@@ -166,8 +174,8 @@ def train(
             count = int((record_of_step == record).sum())
             sums = 0.0
             for _ in range(count):
-                x = _drawn(task, settings)
-                loss = _loss(task, network(x), _targets(task, x))
+                x = _random_batch(task, settings)
+                loss = _loss(task, network(x), torch.from_numpy(np.asarray(task.targets(x.numpy()))))
                 optimiser.zero_grad()
                 loss.backward()
                 optimiser.step()
@@ -195,19 +203,20 @@ def trained_rnn(
 
     Arguments:
         task: name of the task.
-        hidden: neurons of the RNN.
-        sequence: time steps per input.
-        seed: seed of initial weights and samples.
+        hidden: number of neurons of the RNN.
+        sequence: number of time steps per input.
+        seed: seed of initial weights and training inputs.
         sequences: total number of training inputs.
-        batch: inputs per step.
+        batch: number of inputs per optimiser step.
 
     Raises:
-        ConfigError: for an integer task, which needs a transformer.
+        ConfigError: the task is on integers, which needs a transformer.
     """
     settings = ZooTraining(task, hidden, sequence, seed, sequences, batch)
     if not isinstance(settings.shape, RnnShape):
         raise ConfigError(
-            f"expected a task of numbers for an RNN, found {task}; use train() for a transformer"
+            f"an RNN is trained on real numbers, found the task {task}, whose inputs are integers; train a "
+            "transformer with algzoo.training.train"
         )
     tensors, losses = train(settings)
     return labelled(tensors, settings.shape).assign(loss=("step", losses))
@@ -234,21 +243,24 @@ def training_checkpoints(
 
     Arguments:
         task: name of the task.
-        hidden: neurons of the RNN.
-        sequence: time steps per input.
-        checkpoints: numbers of inputs after which weights are kept, multiples of the batch.
-        seed: seed of initial weights and samples.
+        hidden: number of neurons of the RNN.
+        sequence: number of time steps per input.
+        checkpoints: numbers of training inputs after which the weights are kept, multiples of `batch`.
+        seed: seed of initial weights and training inputs.
         sequences: total number of training inputs.
-        batch: inputs per step.
+        batch: number of inputs per optimiser step.
 
     Raises:
-        ConfigError: without checkpoints, or for an integer task.
+        ConfigError: there are no checkpoints, or the task is on integers, which needs a transformer.
     """
     import xarray as xr
 
     settings = ZooTraining(task, hidden, sequence, seed, sequences, batch, checkpoints=tuple(checkpoints))
     if not isinstance(settings.shape, RnnShape) or not checkpoints:
-        raise ConfigError(f"expected checkpoints of an RNN, found {list(checkpoints)} of {task}")
+        raise ConfigError(
+            "expected at least one checkpoint and a task on real numbers, which has an RNN, found "
+            f"checkpoints={list(checkpoints)} and the task {task}"
+        )
     # One training for all checkpoints: its schedule differs from that of a shorter training.
     by_sequences: dict[int, xr.Dataset] = {}
 
@@ -266,7 +278,7 @@ def training_checkpoints(
     outputs={name: Output(dims, is_optional=True) for name, dims in RnnShape(1, 1).dims.values()},
 )
 def weights_at(trained: xr.Dataset, *, checkpoint: int) -> xr.Dataset:
-    """Labelled weights at one checkpoint.
+    """The labelled weights of one checkpoint of a training.
 
     Arguments:
         trained: result of `training_checkpoints`.
@@ -276,12 +288,12 @@ def weights_at(trained: xr.Dataset, *, checkpoint: int) -> xr.Dataset:
 
 
 def file_name(settings: ZooTraining, ending: str = ".safetensors", trained: int | None = None) -> str:
-    """File name in the zoo's convention: task, width, length, training inputs, seed.
+    """File name in AlgZoo's convention: task, width, length, number of training inputs, seed.
 
     Arguments:
-        settings: of the training.
+        settings: settings of the training.
         ending: ".safetensors" or ".pth".
-        trained: inputs so far, for a checkpoint; None for the end of training.
+        trained: number of training inputs so far, for a checkpoint; None for the end of training.
     """
     trained = settings.steps * settings.batch if trained is None else trained
     return f"{settings.task}_{settings.hidden}_{settings.sequence}_{trained}_{settings.seed}{ending}"
@@ -290,13 +302,16 @@ def file_name(settings: ZooTraining, ending: str = ".safetensors", trained: int 
 def save_trained(
     settings: ZooTraining, tensors: dict[str, Array], path: Path, trained: int | None = None
 ) -> Path:
-    """Write a trained network; a `.safetensors` also has the settings of its name as metadata.
+    """Write the weights of a trained network; a `.safetensors` file also states task, length and seed.
 
     Arguments:
-        settings: of the training.
-        tensors: named as in a checkpoint.
-        path: file to write.
-        trained: inputs so far, for a checkpoint; None for the end of training.
+        settings: settings of the training.
+        tensors: name in a checkpoint -> tensor.
+        path: file to write, ending in ".safetensors" or ".pth".
+        trained: number of training inputs so far, for a checkpoint; None for the end of training.
+
+    Returns:
+        `path`.
     """
     metadata: dict[str, str | int] = {
         "task": settings.task,
@@ -308,6 +323,7 @@ def save_trained(
 
 
 def _tensors(network: nn.Module) -> dict[str, Array]:
+    """Name in a checkpoint -> copy of the network's current weights."""
     # Copied: the optimiser goes on changing the parameters in place.
     return {name: tensor.detach().numpy().copy() for name, tensor in network.state_dict().items()}
 
@@ -353,18 +369,21 @@ def _module(settings: ZooTraining) -> nn.Module:
 
 
 def _share_of_rate(step: int, steps: int) -> float:
-    """Linear warm-up times exponential decay, which reaches 1/100 after half of the steps."""
+    """Factor of the learning rate at a step: linear warm-up times exponential decay to 1/100 at half time.
+
+    Arguments:
+        step: number of the step, from 0.
+        steps: number of steps of the training.
+    """
     warm_up_steps = max(1.0, WARM_UP * steps)
     # The decay is clipped at LEAST, so that the second half trains at a constant rate.
     return min(step / warm_up_steps, 1.0) * float(max(LEAST ** (2 * step / max(steps, 1)), LEAST))
 
 
-def _drawn(task: Task, settings: ZooTraining) -> Tensor:
-    """One batch of inputs [sample, time]."""
+def _random_batch(task: Task, settings: ZooTraining) -> Tensor:
+    """A batch of random inputs [sample, time], drawn by torch's global generator, which `train` seeds."""
     import torch
 
-    # By torch's generator, whose state follows from the seed; samples.py draws with numpy, for any block
-    # alone.
     count, length = settings.batch, settings.sequence
     if task.draws == "normal":
         return torch.randn(count, length)
@@ -374,18 +393,16 @@ def _drawn(task: Task, settings: ZooTraining) -> Tensor:
     return integers
 
 
-def _targets(task: Task, x: Tensor) -> Tensor:
-    import torch
-
-    return torch.from_numpy(np.asarray(task.targets(x.numpy())))
-
-
 def _loss(task: Task, outputs: Tensor, targets: Tensor) -> Any:
-    """Squared error of a scalar answer, cross-entropy in nats of a class; mean over the batch."""
+    """Mean loss over a batch: squared error of scalar answers, or cross-entropy of classes in nats.
+
+    Arguments:
+        task: the task.
+        outputs: outputs of the network [sample, output].
+        targets: correct answers [sample].
+    """
     from torch.nn.functional import cross_entropy, mse_loss
 
-    return (
-        mse_loss(outputs[:, 0], targets.to(outputs.dtype))
-        if task.is_scalar
-        else cross_entropy(outputs, targets)
-    )
+    if task.is_scalar:
+        return mse_loss(outputs[:, 0], targets.to(outputs.dtype))
+    return cross_entropy(outputs, targets)

@@ -36,9 +36,9 @@ __all__ = [
 ]
 
 _ROUNDING = 0.05
-"""Tolerance on the sum of a row: bfloat16 weights sum to 1 only approximately."""
-_MAY_BE_LESS = "_effective_attn"
-"""Suffix of variables whose rows may sum to less than 1."""
+"""Tolerance on the sum of a query's weights: bfloat16 weights sum to 1 only approximately."""
+_EFFECTIVE_SUFFIX = "_effective_attn"
+"""Suffix of the names of effective attention, of which a query's weights may sum to less than 1."""
 
 
 @stage(
@@ -63,11 +63,11 @@ def attention_flow(pattern: xr.DataArray, *, query: int = -1) -> xr.Dataset:
     """Summarise one prompt's attention: mean and maximum over heads, one query's weights by head, entropy.
 
     Arguments:
-        pattern: [layer, head, pair] of one prompt, any float dtype.
-        query: Position whose weights are returned by head; negative ones count from the end.
+        pattern: Attention pattern of one prompt, [layer, head, pair], any float dtype.
+        query: Position whose weights are returned by head; negative positions count from the end.
 
     Returns:
-        float32 (largest_head int32); weights on keys after a query are 0.
+        The declared outputs, float32 (largest_head int32); weights on keys after a query are 0.
 
     Raises:
         ShapeError: The pairs are those of several prompts.
@@ -114,8 +114,8 @@ def unpacked(pattern: xr.DataArray) -> xr.DataArray:
     length = (math.isqrt(8 * pairs + 1) - 1) // 2
     if length * (length + 1) // 2 != pairs:
         raise ShapeError(
-            f"expected the pairs of one prompt (1, 3, 6, 10, …), found {pairs}; select one: "
-            "dataset.mi.attn(i)"
+            "expected the attention pattern of one prompt, whose number of pairs is 1, 3, 6, 10, …, found "
+            f"{pairs} pairs; select one prompt with dataset.mi.attn(i)"
         )
     values = packed.values
     square = np.zeros((*packed.shape[:-1], length, length), values.dtype)
@@ -124,23 +124,25 @@ def unpacked(pattern: xr.DataArray) -> xr.DataArray:
     # The number of pairs alone does not tell: 6 pairs are one prompt of 3 tokens or two prompts of 2.
     sums = square.astype(np.float32).sum(-1)
     # Rows of effective attention may sum to less: all contributions may be negative, or nearly zero.
-    deviation = np.maximum(sums - 1, 0) if str(packed.name).endswith(_MAY_BE_LESS) else abs(sums - 1)
+    is_effective = str(packed.name).endswith(_EFFECTIVE_SUFFIX)
+    deviation = np.maximum(sums - 1, 0) if is_effective else abs(sums - 1)
     if deviation.max() > _ROUNDING:
         raise ShapeError(
-            f"expected rows of weights that sum to 1, found {sums.flat[deviation.argmax()]:.3g}; are "
-            "these the pairs of several prompts? Select one: dataset.mi.attn(i)"
+            "expected the attention weights of each query to sum to 1, found a sum of "
+            f"{sums.flat[deviation.argmax()]:.3g}, as if the pairs were those of several prompts; select one "
+            "prompt with dataset.mi.attn(i)"
         )
     coords = {name: coord for name, coord in packed.coords.items() if "pair" not in coord.dims}
     return xr.DataArray(square, coords, (*packed.dims[:-1], "query_position", "key_position"), pattern.name)
 
 
 def head_mean(pattern: xr.DataArray) -> xr.DataArray:
-    """Mean over heads; a pattern without a head axis is returned unchanged."""
+    """Mean of a pattern over heads; a pattern without a head axis is returned unchanged."""
     return pattern.mean("head") if "head" in pattern.dims else pattern
 
 
 def attention_from_position(pattern: xr.DataArray, layer: int, query: int) -> xr.DataArray:
-    """Weights from a query to all keys in a layer, mean over heads, [key_position].
+    """Attention weights from a query to all keys in a layer, mean over heads, [key_position].
 
     Arguments:
         pattern: Result of `unpacked`, or its mean over heads.
@@ -154,7 +156,7 @@ def attention_from_position(pattern: xr.DataArray, layer: int, query: int) -> xr
 
 
 def attention_to_position(pattern: xr.DataArray, layer: int, key: int) -> xr.DataArray:
-    """Weights from all queries to a key in a layer, mean over heads, [query_position].
+    """Attention weights from all queries to a key in a layer, mean over heads, [query_position].
 
     Arguments:
         pattern: Result of `unpacked`, or its mean over heads.
@@ -173,11 +175,11 @@ def top_attended_positions(
     Arguments:
         pattern: Result of `unpacked`, or its mean over heads.
         layer: Layer number.
-        query: Position; negative ones count from the end.
+        query: Position of the query; negative positions count from the end.
         k: Number of keys.
 
     Returns:
-        (position, weight) in descending order, ties by position.
+        (position of the key, weight) of each key in descending order of weight, ties by position.
     """
     weights: npt.NDArray[Any] = attention_from_position(pattern, layer, query).values
     # Stable, so that ties keep the order of positions.
@@ -186,31 +188,39 @@ def top_attended_positions(
 
 
 def peak_layer(pattern: xr.DataArray, query: int, key: int) -> tuple[int, float]:
-    """(layer, weight) of the largest weight from a query to a key, mean over heads; ties by first layer.
+    """The layer in which a query attends most to a key, by the mean over heads.
 
     Arguments:
         pattern: Result of `unpacked`, or its mean over heads.
-        query: Position; negative ones count from the end.
-        key: Position; negative ones count from the end.
+        query: Position of the query; negative positions count from the end.
+        key: Position of the key; negative positions count from the end.
+
+    Returns:
+        (layer number, weight); the first of equal layers.
     """
     length = pattern.sizes["query_position"]
-    cell = head_mean(pattern).isel(
+    weight_by_layer = head_mean(pattern).isel(
         query_position=_position(query, length), key_position=_position(key, length)
     )
-    best = int(np.argmax(cell.transpose("layer").values))
-    return int(layer_numbers(pattern)[best]), float(cell.values[best])
+    best = int(np.argmax(weight_by_layer.transpose("layer").values))
+    return int(layer_numbers(pattern)[best]), float(weight_by_layer.values[best])
 
 
 def _layer(pattern: xr.DataArray, layer: int) -> xr.DataArray:
+    """The pattern of one layer, without the layer axis; StageError for a layer that it lacks."""
     layers = layer_numbers(pattern).tolist()
     if layer not in layers:
-        raise StageError(f"expected a layer of this pattern ({layers[0]}..{layers[-1]}), found {layer}")
+        raise StageError(
+            f"expected a layer of this pattern, from {layers[0]} to {layers[-1]}, found layer {layer}"
+        )
     return pattern.isel(layer=layers.index(layer))
 
 
 def _position(position: int, length: int) -> int:
+    """A position counted from 0, for a prompt of `length` tokens; PromptError if it is out of range."""
     if not -length <= position < length:
         raise PromptError(
-            f"expected a position in 0..{length - 1} (or negative, from the end), found {position}"
+            f"expected a position in 0..{length - 1}, or a negative one from the end, in a prompt of "
+            f"{length} tokens, found {position}"
         )
     return position % length

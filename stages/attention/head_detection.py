@@ -47,11 +47,11 @@ __all__ = [
 ]
 
 Heads = Sequence[tuple[int, int]] | Mapping[int, Sequence[int]]
-"""(layer, head) pairs, or layer -> heads."""
+"""A selection of heads: (layer, head) pairs, or layer -> heads."""
 KINDS = ("previous_token_head", "duplicate_token_head", "induction_head")
 """Kinds of heads, by TransformerLens' names."""
 MEASURES = ("mul", "abs")
-"""Error measures, by TransformerLens' names; formulae in the module docstring."""
+"""Measures of how well a pattern matches, by TransformerLens' names; formulae in the module docstring."""
 UNSELECTED = -1.0
 """Score of heads that were not selected, as in TransformerLens."""
 CAPTURE = "capture it: mizarr capture MODEL PROMPTS --hooks 'blocks.*.attn.hook_pattern'"
@@ -71,7 +71,7 @@ def detect_head(
     `detect_head`.
 
     Arguments:
-        states: Opened run with `pattern` [layer, pair, head].
+        states: Opened run with attention patterns, the variable `pattern` [layer, pair, head].
         pattern: One of `KINDS`, or a lower-triangular matrix [length, length] for prompts of that length.
         heads: (layer, head) pairs, or layer -> heads; all others score -1. None for all.
         exclude_bos: Whether to ignore attention to the first position, whatever its token.
@@ -86,12 +86,17 @@ def detect_head(
 
     if "pattern" not in states or "row_size" not in states.coords:
         stored_variables = ", ".join(map(str, states.data_vars)) or "none"
-        raise EntryNotFound(f"expected attention patterns ('pattern'), found {stored_variables}; {CAPTURE}")
+        raise EntryNotFound(
+            f"this run has no attention patterns (variable 'pattern'), only {stored_variables}; {CAPTURE}"
+        )
     stored_pattern = by_layer(states["pattern"])
     layers = stored_pattern["layer"].values.tolist()
     pairs = head_pairs(heads)
     if absent := [layer for layer, _ in pairs or () if layer not in layers]:
-        raise EntryNotFound(f"expected heads in layers {layers}, found layer {absent[0]}; {CAPTURE}")
+        raise EntryNotFound(
+            f"a head of layer {absent[0]} was selected, but the run has patterns of layers {layers} only; "
+            f"{CAPTURE}"
+        )
     options = {
         "heads": pairs,
         "exclude_bos": exclude_bos,
@@ -109,7 +114,7 @@ def detect_head(
 
 
 def detection_pattern(kind: str, token_id: Sequence[int] | Array) -> Array:
-    """Detection matrix of a prompt, float32 [query, key], 1 where a head of this kind attends.
+    """Detection matrix of a prompt, float32 [query, key]: 1 where a head of this kind attends, else 0.
 
     Arguments:
         kind: One of `KINDS`.
@@ -122,7 +127,7 @@ def detection_pattern(kind: str, token_id: Sequence[int] | Array) -> Array:
     square = np.zeros((len(ids), len(ids)), np.float32)
     # A causal head attends to no later position.
     query, key = np.tril_indices(len(ids))
-    square[query, key] = _looks(kind, ids, query, query, key)
+    square[query, key] = _detection_mask(kind, ids, query, query, key)
     return square
 
 
@@ -150,22 +155,23 @@ def head_scores(
     error_measure: str = "mul",
     first_query: int = 0,
 ) -> xr.Dataset:
-    """Match of every head's attention with the kinds of heads; formulae in the module docstring.
+    """How well every head's attention matches that of each kind of head; formulae in the module docstring.
 
     Arguments:
-        pattern: [layer, pair, head], any float dtype, lazy or not.
-        token_id: int [token], the ids in which occurrences are looked for; usually those of the prompts.
-        row_size: int [prompt], tokens per prompt.
+        pattern: Packed patterns, [layer, pair, head], any float dtype, lazy or not.
+        token_id: Token ids in which earlier occurrences are looked for, int [token]; usually those of the
+            prompts.
+        row_size: Number of tokens of each prompt, int [prompt].
         kinds: Kinds of heads, from `KINDS`.
-        heads: (layer, head) pairs, all others score -1; None for all.
-        exclude_bos: See `detect_head`.
-        exclude_current_token: See `detect_head`.
-        error_measure: See `detect_head`.
+        heads: (layer, head) pairs to score, all others score -1; None for all.
+        exclude_bos: Whether to ignore attention to the first position, whatever its token.
+        exclude_current_token: Whether to ignore attention of a position to itself.
+        error_measure: "mul" or "abs", see the module docstring.
         first_query: First query position that counts (TransformerLens: 0). For repeated sequences, the start
             of the first repetition, as earlier queries have nothing to find.
 
     Returns:
-        float64; spread is 0 for a single prompt.
+        Scores and their standard deviations over prompts, float64; the deviation is 0 for a single prompt.
 
     Raises:
         PromptError: A prompt has fewer than two tokens or no query that counts.
@@ -181,7 +187,7 @@ def head_scores(
     ids = _ids(token_id, rows)
 
     def masks(block: RowBlock) -> list[Array]:
-        return [_looks(kind, ids, block.token, block.query, block.key) for kind in kinds]
+        return [_detection_mask(kind, ids, block.token, block.query, block.key) for kind in kinds]
 
     measure = _Measure(error_measure, exclude_bos, exclude_current_token, first_query)
     return _scores(pattern, rows, masks, kinds, measure, heads)
@@ -214,31 +220,32 @@ def displaced_scores(
     error_measure: str = "mul",
     first_query: int = 0,
 ) -> xr.Dataset:
-    """As `head_scores`, for attention a number of tokens after an earlier occurrence of the current token.
+    """How well every head attends a given number of tokens after an earlier occurrence of the current token.
 
     Arguments:
-        pattern: [layer, pair, head], any float dtype, lazy or not.
-        token_id: int [token], the ids in which occurrences are looked for.
-        row_size: int [prompt], tokens per prompt.
+        pattern: Packed patterns, [layer, pair, head], any float dtype, lazy or not.
+        token_id: Token ids in which earlier occurrences are looked for, int [token].
+        row_size: Number of tokens of each prompt, int [prompt].
         displacements: Numbers of tokens; 1 is an induction head, others serve as its null distribution.
-        exclude_bos: See `detect_head`.
-        exclude_current_token: See `detect_head`.
-        error_measure: See `detect_head`.
+        exclude_bos: Whether to ignore attention to the first position, whatever its token.
+        exclude_current_token: Whether to ignore attention of a position to itself.
+        error_measure: "mul" or "abs", see the module docstring.
         first_query: First query position that counts.
     """
     rows = PatternRows.of(row_size, pattern, first_query)
     ids = _ids(token_id, rows)
 
     def masks(block: RowBlock) -> list[Array]:
-        start = block.token - block.query
+        prompt_start = block.token - block.query
+        current = ids[block.token]
         return [
-            # Smaller keys index into the previous prompt; the second condition discards them.
-            ((ids[block.token] == ids[start + block.key - far]) & (block.key >= far)).astype(np.float32)
-            for far in displacements
+            # Keys below the displacement index into the previous prompt; the second condition discards them.
+            ((current == ids[prompt_start + block.key - shift]) & (block.key >= shift)).astype(np.float32)
+            for shift in displacements
         ]
 
     measure = _Measure(error_measure, exclude_bos, exclude_current_token, first_query)
-    scores = _scores(pattern, rows, masks, [str(far) for far in displacements], measure, None)
+    scores = _scores(pattern, rows, masks, [str(shift) for shift in displacements], measure, None)
     return scores.rename(kind="displacement").assign_coords(displacement=list(displacements))
 
 
@@ -267,16 +274,16 @@ def pattern_scores(
     error_measure: str = "mul",
     first_query: int = 0,
 ) -> xr.Dataset:
-    """As `head_scores`, for a detection matrix of the caller; all prompts must have its length.
+    """How well every head's attention matches a detection matrix that the caller provides.
 
     Arguments:
-        pattern: [layer, pair, head], any float dtype, lazy or not.
-        detection_pattern: Lower-triangular matrix [query_position, key_position].
-        row_size: int [prompt], tokens per prompt.
-        heads: (layer, head) pairs, all others score -1; None for all.
-        exclude_bos: See `detect_head`.
-        exclude_current_token: See `detect_head`.
-        error_measure: See `detect_head`.
+        pattern: Packed patterns, [layer, pair, head], any float dtype, lazy or not.
+        detection_pattern: Lower-triangular matrix [query_position, key_position] for prompts of this length.
+        row_size: Number of tokens of each prompt, int [prompt].
+        heads: (layer, head) pairs to score, all others score -1; None for all.
+        exclude_bos: Whether to ignore attention to the first position, whatever its token.
+        exclude_current_token: Whether to ignore attention of a position to itself.
+        error_measure: "mul" or "abs", see the module docstring.
         first_query: First query position that counts.
 
     Raises:
@@ -286,15 +293,16 @@ def pattern_scores(
     rows = PatternRows.of(row_size, pattern, first_query)
     if matrix.shape[0] != matrix.shape[1] or (np.triu(matrix, 1) != 0).any():
         raise ShapeError(
-            f"expected a square lower-triangular detection pattern, found {matrix.shape}"
-            f"{' with values above the diagonal' if matrix.shape[0] == matrix.shape[1] else ''}; "
-            "rows are queries, columns keys: numpy.tril cuts the rest"
+            f"expected a square lower-triangular detection pattern, found shape {matrix.shape}"
+            f"{' with values above the diagonal' if matrix.shape[0] == matrix.shape[1] else ''}; rows are "
+            "queries and columns keys, and numpy.tril sets the values above the diagonal to 0"
         )
     lengths = np.unique(rows.sizes)
     if lengths.tolist() != [len(matrix)]:
         raise ShapeError(
-            f"expected prompts of {len(matrix)} tokens, as the detection pattern, found "
-            f"{lengths.min()} to {lengths.max()}; select prompts of one length: dataset.mi.prompts([…])"
+            f"expected prompts of {len(matrix)} tokens, the size of the detection pattern, found prompts of "
+            f"{lengths.min()} to {lengths.max()} tokens; select prompts of that length with "
+            "dataset.mi.prompts([…])"
         )
     measure = _Measure(error_measure, exclude_bos, exclude_current_token, first_query)
     scores = _scores(pattern, rows, lambda block: [matrix[block.query, block.key]], ("own",), measure, heads)
@@ -302,15 +310,18 @@ def pattern_scores(
 
 
 def _ids(token_id: xr.DataArray, rows: PatternRows) -> Array:
-    """Token ids [token]; ShapeError unless there is one for each query row."""
+    """Token ids as an array [token]; ShapeError unless there is one for each token of the patterns."""
     ids = np.asarray(token_id.values)
     if len(ids) != rows.tokens:
-        raise ShapeError(f"expected one token id per token ({rows.tokens}), found {len(ids)}")
+        raise ShapeError(
+            f"expected a token id for each of the {rows.tokens} tokens of the attention patterns, found "
+            f"{len(ids)} ids"
+        )
     return ids
 
 
 def head_pairs(heads: Heads | None) -> list[tuple[int, int]] | None:
-    """Normalise a selection of heads to (layer, head) pairs; None for all heads."""
+    """Convert a selection of heads to a list of (layer, head) pairs; None stays None and means all heads."""
     if heads is None:
         return None
     if isinstance(heads, Mapping):
@@ -326,7 +337,7 @@ def head_pairs(heads: Heads | None) -> list[tuple[int, int]] | None:
 
 @dataclass(frozen=True)
 class _Measure:
-    """Error measure, and the (query, key) pairs that count."""
+    """How a score is computed: the error measure, and which (query, key) pairs count."""
 
     name: str
     """"mul" or "abs"."""
@@ -339,10 +350,10 @@ class _Measure:
 
     def __post_init__(self) -> None:
         if self.name not in MEASURES:
-            raise ConfigError(f"expected error_measure 'mul' or 'abs', found {self.name!r}")
+            raise ConfigError(f"expected 'mul' or 'abs' as error_measure, found {self.name!r}")
 
     def counts(self, block: RowBlock) -> Array:
-        """Mask of a block's pairs that count, bool [pair]."""
+        """Whether each (query, key) pair of a block counts, bool [pair]."""
         counted = block.query >= self.first_query
         if self.exclude_bos:
             counted &= block.key > 0
@@ -351,14 +362,13 @@ class _Measure:
         return counted
 
     def matched(self, weights: Array, target: Array) -> Array:
-        """Summands of the score at pairs where the detection matrix is not 0.
+        """Summands of the score at pairs where the detection matrix is not 0, [pair, head].
+
+        For "abs" the weights are subtracted from |A - P|, because `score` adds the weights of all pairs.
 
         Arguments:
-            weights: attention weights [pair, head].
-            target: entries of the detection matrix [pair].
-
-        Returns:
-            [pair, head]; of "abs" minus the weights, because `score` adds the weights of all pairs.
+            weights: Attention weights A, [pair, head].
+            target: Entries of the detection matrix P, [pair].
         """
         # |A - P| is A wherever P is 0: so only the few pairs with P != 0 are visited, and sum A is added
         # later.
@@ -366,14 +376,14 @@ class _Measure:
         return weights * target if self.name == "mul" else np.abs(weights - target) - weights
 
     def score(self, matched: Array, total: Array, queries: Array) -> Array:
-        """Scores, [prompt, head].
+        """Score of each head on each prompt, [prompt, head].
 
         Arguments:
-            matched: sum of `matched` over the pairs of each prompt, [prompt, head].
-            total: sum of the weights, [prompt, head].
-            queries: number of queries [prompt].
+            matched: Sum of `matched` over the pairs of each prompt, [prompt, head].
+            total: Sum of the weights over the pairs that count, [prompt, head].
+            queries: Number of queries of each prompt that count, [prompt].
         """
-        # Without any weight left the score is 0, not 0 / 0: one NaN would hide the mean over a corpus.
+        # If no weight counts, the score is 0, not 0 / 0: one NaN would hide the mean over a corpus.
         if self.name == "mul":
             share: Array = np.divide(matched, total, out=np.zeros_like(matched), where=total != 0)
             return share
@@ -390,19 +400,28 @@ def _scores(
     measure: _Measure,
     heads: Sequence[tuple[int, int]] | None,
 ) -> xr.Dataset:
-    """Mean score and spread [kind, layer, head] over prompts; layers without a selected head are not read."""
+    """Mean and standard deviation of scores over prompts, [kind, layer, head].
+
+    Arguments:
+        pattern: Packed patterns, [layer, pair, head]; layers without a selected head are not read.
+        rows: Layout of the patterns.
+        masks: Function from a block to the entries [pair] of each kind's detection matrix.
+        kinds: Names of the kinds.
+        measure: Error measure, and the pairs that count.
+        heads: (layer, head) pairs to score; None for all.
+    """
     import xarray as xr
 
-    selected = _selected(pattern, heads)
+    selected = _selected_heads(pattern, heads)
     n_prompts = len(rows.sizes)
-    sums = np.zeros((2, len(kinds), *selected.shape))
+    total, total_of_squares = np.zeros((2, len(kinds), *selected.shape))
     for layer in np.flatnonzero(selected.any(axis=1)).tolist():
-        for _, score in _by_prompt(rows, pattern.isel(layer=layer), masks, measure):
-            sums[0, :, layer] += score.sum(1)
-            sums[1, :, layer] += np.square(score).sum(1)
-    mean = sums[0] / n_prompts
+        for _, score in _scores_by_prompt(rows, pattern.isel(layer=layer), masks, measure):
+            total[:, layer] += score.sum(1)
+            total_of_squares[:, layer] += np.square(score).sum(1)
+    mean = total / n_prompts
     # From sums, so that scores of single prompts need not be kept; float64 makes the cancellation harmless.
-    variance = (sums[1] - n_prompts * mean**2) / max(n_prompts - 1, 1)
+    variance = (total_of_squares - n_prompts * mean**2) / max(n_prompts - 1, 1)
     # Rounding may leave a variance of -1e-17.
     spread = np.sqrt(np.maximum(variance, 0))
     dims = ("kind", "layer", "head")
@@ -413,14 +432,15 @@ def _scores(
     return xr.Dataset(data, coords={"kind": list(kinds), **head_coords(pattern)})
 
 
-def _by_prompt(
+def _scores_by_prompt(
     rows: PatternRows, pattern: xr.DataArray, masks: Callable[[RowBlock], list[Array]], measure: _Measure
 ) -> Iterator[tuple[int, Array]]:
-    """Yield (first prompt, scores [kind, prompt, head]) for groups of prompts; each prompt occurs once.
+    """Yield (index of the first prompt, scores [kind, prompt, head]) for successive groups of prompts.
 
-    A prompt whose rows are in several blocks is yielded with the last of them.
+    A prompt whose query rows are in several blocks is yielded with the last of them. Arguments as in
+    `_scores`, with the pattern of one layer, [pair, head].
     """
-    carried: Array | None = None
+    sums_of_unfinished_prompt: Array | None = None
     for block in rows.blocks(pattern):
         counts = measure.counts(block)
         first_prompt, last_prompt = int(block.prompt[0]), int(block.prompt[-1])
@@ -429,16 +449,16 @@ def _by_prompt(
         for mask in masks(block):
             hits = np.flatnonzero((mask != 0) & counts)
             values = measure.matched(block.weights[hits], mask[hits])
-            parts.append(_grouped(values, block.prompt[hits] - first_prompt, shape))
+            parts.append(_sums_by_group(values, block.prompt[hits] - first_prompt, shape))
         # The last part is the total weight, the denominator of "mul".
-        parts.append(_grouped(block.weights[counts], block.prompt[counts] - first_prompt, shape))
+        parts.append(_sums_by_group(block.weights[counts], block.prompt[counts] - first_prompt, shape))
         sums = np.stack(parts, axis=1)
-        if carried is not None:
-            sums[0] += carried
-            carried = None
-        # The last prompt continues in the next block: its sums are carried over.
+        if sums_of_unfinished_prompt is not None:
+            sums[0] += sums_of_unfinished_prompt
+            sums_of_unfinished_prompt = None
+        # The last prompt continues in the next block, to which its sums are added.
         if block.query[-1] + 1 < rows.sizes[last_prompt]:
-            carried, sums = sums[-1], sums[:-1]
+            sums_of_unfinished_prompt, sums = sums[-1], sums[:-1]
         if len(sums):
             queries = rows.sizes[first_prompt : first_prompt + len(sums)] - measure.first_query
             matched, total = sums[:, :-1], sums[:, -1]
@@ -446,8 +466,8 @@ def _by_prompt(
             yield first_prompt, np.stack(scores)
 
 
-def _looks(kind: str, ids: Array, token: Array, query: Array, key: Array) -> Array:
-    """Detection mask of a kind of head, float32 [pair], 1 or 0.
+def _detection_mask(kind: str, ids: Array, token: Array, query: Array, key: Array) -> Array:
+    """Entries of the detection matrix of a kind of head at (query, key) pairs, float32 [pair], 1 or 0.
 
     Arguments:
         kind: One of `KINDS`.
@@ -467,8 +487,12 @@ def _looks(kind: str, ids: Array, token: Array, query: Array, key: Array) -> Arr
     return attends.astype(np.float32)
 
 
-def _selected(pattern: xr.DataArray, heads: Sequence[tuple[int, int]] | None) -> Array:
-    """Mask of the selected heads, bool [layer, head]."""
+def _selected_heads(pattern: xr.DataArray, heads: Sequence[tuple[int, int]] | None) -> Array:
+    """Whether each head of the pattern is selected, bool [layer, head]; `heads` None selects all.
+
+    Raises:
+        ConfigError: A head number is out of range.
+    """
     layers = head_coords(pattern)["layer"].tolist()
     n_heads = pattern.sizes["head"]
     if heads is None:
@@ -476,14 +500,23 @@ def _selected(pattern: xr.DataArray, heads: Sequence[tuple[int, int]] | None) ->
     selected = np.zeros((len(layers), n_heads), bool)
     for layer, head in heads:
         if not 0 <= head < n_heads:
-            raise ConfigError(f"expected heads in 0..{n_heads - 1}, found {head} (layer {layer})")
-        if layer in layers:  # a stage cell has one layer; heads of other layers belong to other cells
+            raise ConfigError(
+                f"expected head numbers from 0 to {n_heads - 1}, found head {head} of layer {layer}"
+            )
+        # The stage is computed layer by layer: `pattern` may lack layers of the selection.
+        if layer in layers:
             selected[layers.index(layer), head] = True
     return selected
 
 
-def _grouped(values: Array, group: Array, shape: tuple[int, int]) -> Array:
-    """Sums over the rows of each group, float64 [group, head]; `group` must be ascending."""
+def _sums_by_group(values: Array, group: Array, shape: tuple[int, int]) -> Array:
+    """Sums of values over the rows of each group, float64 [group, head].
+
+    Arguments:
+        values: Values [row, head].
+        group: Index of the group of each row, ascending, [row].
+        shape: (number of groups, number of heads).
+    """
     sums = np.zeros(shape)
     if len(values):
         present, starts = np.unique(group, return_index=True)

@@ -37,22 +37,23 @@ __all__ = [
 
 
 CONDITIONS = ("A", "B")
-"""Labels of the two kinds of text."""
+"""Labels of the two kinds of text that are compared."""
 UNSEEN = -1
-"""Pair index of a target after its marker, to which a causal model cannot attend: its weight is 0."""
+"""Stands for the pair index of a target after its marker: a causal model cannot attend to it, its weight is
+0."""
 SMALLEST = 0.001
-"""Threshold on the mean of B; below it the ratio is stored as 0."""
+"""Mean weight of condition B below which the ratio of A to B is stored as 0."""
 
 
 class Welch(NamedTuple):
-    """Result of Welch's t test."""
+    """Result of Welch's t test of two groups A and B."""
 
     t: float
-    """Positive if A is larger."""
+    """The t statistic, positive if the mean of A is larger."""
     df: float
-    """Degrees of freedom."""
+    """Degrees of freedom of the t distribution."""
     p: float
-    """Two-sided p value."""
+    """Two-sided p-value."""
 
 
 @stage(
@@ -82,11 +83,11 @@ def layer_scan(
     """Attention from marker to targets by layer and sample, and the comparison of the two conditions.
 
     Arguments:
-        pattern: [layer, pair, head], any float dtype, lazy; only the requested pairs are read.
-        pair: int [target], index of (marker, target) on the pair axis; `UNSEEN` for a target after the
-            marker.
-        sample: int [target], sample of each target.
-        condition: int [sample], 0 for A, 1 for B.
+        pattern: Packed patterns, [layer, pair, head], any float dtype, lazy; only the needed pairs are read.
+        pair: For each target the index of (marker, target) on the pair axis, int [target]; `UNSEEN` for a
+            target after the marker.
+        sample: Index of the sample that each target belongs to, int [target].
+        condition: Condition of each sample, 0 for A, 1 for B, int [sample].
 
     Raises:
         ShapeError: A sample has no target, or a pair index is out of range.
@@ -99,13 +100,14 @@ def layer_scan(
     targets = np.bincount(sample_index, minlength=len(group))
     if len(targets) != len(group) or (targets == 0).any() or not np.isin(group, (0, 1)).all():
         raise ShapeError(
-            f"expected targets of each of {len(group)} samples, all of condition 0 or 1, found targets of "
-            f"{np.count_nonzero(targets)} and conditions {np.unique(group).tolist()}"
+            f"expected at least one target for each of {len(group)} samples, and conditions 0 or 1; found "
+            f"targets for {np.count_nonzero(targets)} samples and the conditions {np.unique(group).tolist()}"
         )
     if len(pair_index) and not UNSEEN <= pair_index.min() <= pair_index.max() < pattern.sizes["pair"]:
         raise ShapeError(
-            f"expected pairs in {UNSEEN}..{pattern.sizes['pair'] - 1}, found {pair_index.min()} to "
-            f"{pair_index.max()}; are they of the same prompts as the patterns?"
+            f"expected pair indices from {UNSEEN} to {pattern.sizes['pair'] - 1}, as the patterns have "
+            f"{pattern.sizes['pair']} pairs, found {pair_index.min()} to {pair_index.max()}; pass the pairs "
+            "of the prompts that the patterns are of"
         )
     visible = np.flatnonzero(pair_index != UNSEEN)
     # Several targets may share a pair; each is read once, in ascending order.
@@ -163,11 +165,11 @@ def welch_t_test(mean: float, std: float, n: int, other_mean: float, other_std: 
 
 
 def welch_t(weight: Array, is_b: Array) -> Array:
-    """Welch's t of A over B per layer, [layer]; 0 where neither has a spread.
+    """Welch's t statistic of condition A over B for each layer, float64 [layer]; 0 if neither has a spread.
 
     Arguments:
-        weight: [layer, sample].
-        is_b: bool [sample], with at least two samples of each condition.
+        weight: Attention weight of each sample, [layer, sample].
+        is_b: Whether a sample has condition B, bool [sample]; at least two samples of each condition.
     """
     parts = [weight[:, ~is_b], weight[:, is_b]]
     error = sum(part.var(axis=1, ddof=1) / part.shape[1] for part in parts)
@@ -183,10 +185,10 @@ def permuted_t(weight: Array, is_b: Array, draws: int, *, seed: int) -> Array:
     Young 1993, "Resampling-Based Multiple Testing").
 
     Arguments:
-        weight: [layer, sample].
-        is_b: bool [sample].
+        weight: Attention weight of each sample, [layer, sample].
+        is_b: Whether a sample has condition B, bool [sample].
         draws: Number of permutations.
-        seed: Of the random generator.
+        seed: Seed of the permutations.
     """
     rng = np.random.default_rng(seed)
     # One permutation for all layers: their dependence is kept, and the maximum is that of a real search.
@@ -194,7 +196,15 @@ def permuted_t(weight: Array, is_b: Array, draws: int, *, seed: int) -> Array:
 
 
 def best_layer(scan: xr.Dataset) -> tuple[int, float]:
-    """(layer, p-value) of the smallest p-value among layers where A is larger than B; (0, 1.0) if none."""
+    """The layer in which condition A exceeds B most significantly.
+
+    Arguments:
+        scan: Result of `layer_scan`.
+
+    Returns:
+        (layer number, p-value) of the smallest p-value among the layers where the mean of A is larger;
+        (0, 1.0) if there is no such layer.
+    """
     mean = scan["mean"].transpose("layer", "condition").values
     larger = np.flatnonzero(mean[:, 0] > mean[:, 1])
     if not len(larger):
@@ -204,18 +214,18 @@ def best_layer(scan: xr.Dataset) -> tuple[int, float]:
 
 
 def _moments(values: Array) -> tuple[float, float, int]:
-    """Mean, sample standard deviation (0 for fewer than two values) and size."""
+    """(mean, sample standard deviation, number) of some values; 0 for a mean or deviation without values."""
     n = len(values)
     std = float(values.std(ddof=1)) if n > 1 else 0.0
     return (float(values.mean()) if n else 0.0), std, n
 
 
 def _two_sided(t: float, df: float) -> float:
-    """Two-sided p-value of a t statistic."""
+    """Two-sided p-value of a t statistic with `df` degrees of freedom."""
     try:
         from scipy.stats import t as student
     except ImportError as error:
         raise MissingExtra(
-            "t tests need scipy, which is not installed; pip install 'mizarr[probing]'"
+            "the p-value of a t test needs scipy, which is not installed; run pip install 'mizarr[probing]'"
         ) from error
     return float(2 * student.sf(abs(t), df))

@@ -1,7 +1,8 @@
 """Read packed attention patterns in blocks of query rows, with bounded memory.
 
-The lower triangles of all prompts are end to end on the pair axis, row by row. So the rows of any token range
-are one slice, across prompt boundaries, and memory use depends neither on number nor on length of prompts.
+Causal patterns are stored packed: the lower triangles of all prompts are joined on the pair axis, query by
+query. So the weights of any range of queries are one slice, across prompt boundaries, and memory use depends
+neither on number nor on length of prompts.
 
 Axes: pair (query and key of one prompt), head, prompt, token.
 """
@@ -38,25 +39,25 @@ class RowBlock:
     """Consecutive query rows of packed patterns, one entry per (query, key) pair."""
 
     token: Array
-    """Token index of the query, [pair]."""
+    """Index of the query among the tokens of all prompts, [pair]."""
     prompt: Array
-    """Prompt index, [pair]."""
+    """Index of the prompt, [pair]."""
     query: Array
     """Position of the query in its prompt, [pair]."""
     key: Array
-    """Position of the key, [pair]."""
+    """Position of the key in the same prompt, [pair]."""
     weights: Array
-    """float32 [pair, head]."""
+    """Attention weights, float32 [pair, head]."""
 
 
 @dataclass(frozen=True)
 class PatternRows:
-    """Layout of the query rows of packed patterns."""
+    """Where the weights of each query are in packed patterns."""
 
     sizes: Array
-    """Tokens per prompt, int64 [prompt]."""
+    """Number of tokens of each prompt, int64 [prompt]."""
     ends: Array
-    """End of each query's row on the pair axis, int64 [token]."""
+    """Index on the pair axis after the last key of each query, int64 [token]."""
 
     @classmethod
     def of(cls, row_size: xr.DataArray, pattern: xr.DataArray, first_query: int) -> PatternRows:
@@ -75,15 +76,15 @@ class PatternRows:
         needed = max(2, first_query + 1)
         if (short := np.flatnonzero(sizes < needed)).size:
             raise PromptError(
-                f"expected prompts of at least {needed} tokens, found {sizes[short[0]]} in prompt "
-                f"{short[0]}; leave it out: there is nothing to look back at"
+                f"an analysis of attention needs prompts of at least {needed} tokens, found "
+                f"{sizes[short[0]]} in prompt {short[0]}; leave this prompt out"
             )
         # The query at position p has p + 1 keys in a lower triangle.
         ends = np.cumsum(_positions(sizes) + 1)
         if pattern.sizes["pair"] != ends[-1]:
             raise ShapeError(
-                f"expected {ends[-1]} pairs, the lower triangles of {len(sizes)} prompts, found "
-                f"{pattern.sizes['pair']}; are pattern and row_size of the same selection?"
+                f"prompts of these {len(sizes)} lengths have {ends[-1]} (query, key) pairs, found a pattern "
+                f"with {pattern.sizes['pair']}; pass pattern and row_size of the same prompts"
             )
         return cls(sizes, ends)
 
@@ -93,25 +94,25 @@ class PatternRows:
         return len(self.ends)
 
     def blocks(self, pattern: xr.DataArray) -> Iterator[RowBlock]:
-        """Yield all rows of one layer's pattern [pair, head], in blocks."""
-        starts = np.cumsum(self.sizes) - self.sizes
-        for start, stop in self._ranges(pattern):
-            rows = np.arange(start, stop)
-            prompt = np.searchsorted(starts, rows, side="right") - 1
-            keys = rows - starts[prompt] + 1
-            begin = int(self.ends[start] - keys[0])
-            pair_slice = slice(begin, int(self.ends[stop - 1]))
-            # One entry per pair: each query repeated for its keys, and keys counted from 0 in each row.
-            token = np.repeat(rows, keys)
-            key = np.arange(len(token)) - np.repeat(np.cumsum(keys) - keys, keys)
-            query = np.repeat(keys - 1, keys)
+        """Yield the weights of all queries of one layer's pattern [pair, head], in blocks of queries."""
+        prompt_starts = np.cumsum(self.sizes) - self.sizes
+        for start, stop in self._query_ranges(pattern):
+            queries = np.arange(start, stop)
+            prompt = np.searchsorted(prompt_starts, queries, side="right") - 1
+            # A query attends to itself and all earlier positions.
+            n_keys = queries - prompt_starts[prompt] + 1
+            pair_slice = slice(int(self.ends[start] - n_keys[0]), int(self.ends[stop - 1]))
+            # One entry per pair: each query repeated for its keys, and keys counted from 0 for each query.
+            token = np.repeat(queries, n_keys)
+            key = np.arange(len(token)) - np.repeat(np.cumsum(n_keys) - n_keys, n_keys)
+            query = np.repeat(n_keys - 1, n_keys)
             values = pattern.variable.isel(pair=pair_slice).transpose("pair", "head")
             # read_here reads in this thread: one or two chunks gain nothing from a thread pool.
             weights = read_here(values).astype(np.float32, copy=False)
-            yield RowBlock(token, np.repeat(prompt, keys), query, key, weights)
+            yield RowBlock(token, np.repeat(prompt, n_keys), query, key, weights)
 
-    def _ranges(self, pattern: xr.DataArray) -> Iterator[tuple[int, int]]:
-        """Yield (first, stop) of the queries per block, of about `BLOCK` weights."""
+    def _query_ranges(self, pattern: xr.DataArray) -> Iterator[tuple[int, int]]:
+        """Yield (first, stop) of the queries of each block, which has about `BLOCK` weights."""
         # Blocks end at dask chunks where these are smaller: dask reads a whole chunk for any of its rows.
         max_pairs = max(1, BLOCK // pattern.sizes["head"])
         chunks = np.cumsum(pattern.chunksizes.get("pair", (pattern.sizes["pair"],)))
@@ -128,8 +129,11 @@ class PatternRows:
 
 
 def by_layer(pattern: xr.DataArray) -> xr.DataArray:
-    """Rename the axis `layer_pattern` to `layer`."""
-    # A dataset whose variables have different layers names each layer axis after its variable.
+    """The pattern with its layer axis named "layer".
+
+    In a dataset whose variables have different layers, each layer axis is named after its variable:
+    "layer_pattern".
+    """
     layer_axis = f"layer_{pattern.name}"
     return pattern.rename({layer_axis: "layer"}) if layer_axis in pattern.dims else pattern
 
@@ -140,7 +144,7 @@ def head_coords(pattern: xr.DataArray) -> dict[str, Array]:
 
 
 def layer_numbers(pattern: xr.DataArray) -> Array:
-    """Layer number of each row of the layer axis; 0, 1, 2, … for an array without labels."""
+    """Layer number of each index of the layer axis, [layer]; 0, 1, 2, … for an array without labels."""
     return pattern["layer"].values if "layer" in pattern.coords else np.arange(pattern.sizes["layer"])
 
 

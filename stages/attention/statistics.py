@@ -38,13 +38,13 @@ def head_statistics(pattern: xr.DataArray, row_size: xr.DataArray, *, first_quer
     """Statistics of every head, averaged over the queries of all prompts with equal weight.
 
     Arguments:
-        pattern: [layer, pair, head], any float dtype, lazy or not.
-        row_size: Tokens per prompt, int [prompt].
+        pattern: Packed patterns, [layer, pair, head], any float dtype, lazy or not.
+        row_size: Number of tokens of each prompt, int [prompt].
         first_query: First query position that counts; by default 1, as position 0 can only attend to itself.
 
     Returns:
-        float64 [layer, head]: entropy in nats (0: one key, log n: n keys alike), shares of weight from 0 to
-        1, distance in tokens.
+        float64 [layer, head]: entropy in nats (0 if all weight is on one key, log n if it is equal on n
+        keys), shares of the weight from 0 to 1, distance in tokens.
     """
     import xarray as xr
 
@@ -55,14 +55,14 @@ def head_statistics(pattern: xr.DataArray, row_size: xr.DataArray, *, first_quer
         for block in rows.blocks(pattern.isel(layer=layer)):
             is_counted = block.query >= first_query
             weights, key = block.weights[is_counted], block.key[is_counted]
-            back = block.query[is_counted] - key
+            distance = block.query[is_counted] - key
             # A weight may be 0, by rounding or outside a window; its term w * log(w) is then 0, not NaN.
             logs = np.log(np.maximum(weights, np.finfo(np.float32).tiny))
             # Accumulated in float64: float32 sums over a corpus lose digits.
             sums[0, layer] -= np.einsum("ph,ph->h", weights, logs, dtype=np.float64)
             sums[1, layer] += weights[key == 0].sum(0, dtype=np.float64)
-            sums[2, layer] += weights[back == 0].sum(0, dtype=np.float64)
-            sums[3, layer] += np.einsum("ph,p->h", weights, back.astype(np.float64))
+            sums[2, layer] += weights[distance == 0].sum(0, dtype=np.float64)
+            sums[3, layer] += np.einsum("ph,p->h", weights, distance.astype(np.float64))
     # Every query has the same weight, so long prompts count more.
     sums /= int((rows.sizes - first_query).sum())
     data = {name: (("layer", "head"), values) for name, values in zip(names, sums, strict=True)}

@@ -64,10 +64,10 @@ VERDICTS: tuple[Word, ...] = ("absorbed", "not absorbed")
 
 @dataclass(frozen=True)
 class Fate:
-    """Outcome of one push; see the module for the definitions."""
+    """Outcome of one push: whether the pushed state returned to the undisturbed trajectory."""
 
     word: Word
-    """The outcome, one of `Word`."""
+    """The outcome, one of `Word`; the module's docstring defines them."""
     layer: int | None = None
     """Layer at which the push was absorbed; None unless `word` is "absorbed"."""
     left: float = float("nan")
@@ -75,22 +75,22 @@ class Fate:
 
     @property
     def is_verdict(self) -> bool:
-        """Whether the push went away and had a later layer in which it could return."""
+        """Whether the state moved away and could return in a later layer, as `left` needs."""
         return self.word in VERDICTS
 
 
 def first_reached(config: Architecture, layer: int, position: int, read: int) -> int | None:
-    """First layer after which a change of resid_post can be seen at another position.
+    """First layer whose resid_post at the read position can depend on a change at another position.
 
     Arguments:
-        config: architecture of the model.
-        layer: layer of the change.
-        position: position of the change.
-        read: position at which states are compared.
+        config: Architecture of the model.
+        layer: Layer whose resid_post is changed.
+        position: Position of the change.
+        read: Position at which states are compared.
 
     Returns:
-        None if no layer lets the change through: every sliding window is too short, or `read` precedes
-        `position` in a causal model.
+        The layer; None if the change never reaches the read position, because sliding windows are too short
+        or `read` precedes `position` in a causal model.
     """
     if position == read:
         return layer
@@ -110,12 +110,12 @@ def first_reached(config: Architecture, layer: int, position: int, read: int) ->
 
 
 def fate(similarity: Array, pushed: float, first: int | None) -> Fate:
-    """Outcome of one push.
+    """Outcome of one push, from cosines of the perturbed with the unperturbed states.
 
     Arguments:
-        similarity: cosines of perturbed with unperturbed states at the read position, [read_layer].
-        pushed: cosine of the state right after the push with the state before, at the pushed position.
-        first: first layer whose state can differ, from `first_reached`; None if there is none.
+        similarity: Cosines at the read position after each layer [read_layer].
+        pushed: Cosine at the pushed position, of the state right after the push with the state before.
+        first: First layer whose state can differ, from `first_reached`; None if there is none.
 
     >>> fate(np.array([1.0, 0.5, 0.8, 0.97, 0.96]), 0.5, 1)
     Fate(word='absorbed', layer=3, left=0.08000000000000007)
@@ -141,12 +141,12 @@ def fate(similarity: Array, pushed: float, first: int | None) -> Fate:
 def fates(
     similarity: xr.DataArray, pushed: xr.DataArray, first: Mapping[int, int | None]
 ) -> dict[tuple[int, float], Fate]:
-    """Outcome of every push, by (layer, strength).
+    """Outcomes of the pushes of several layers and strengths, by (layer, strength).
 
     Arguments:
-        similarity: cosines with the unperturbed run, [layer, strength, read_layer].
-        pushed: cosine of each push's own state, [layer, strength].
-        first: `first_reached` of every pushed layer.
+        similarity: Cosines at the read position, [layer, strength, read_layer]; see `fate`.
+        pushed: Cosines at the pushed position, [layer, strength]; see `fate`.
+        first: For every pushed layer, the first layer whose state can differ (`first_reached`).
     """
     rows = similarity.transpose("layer", "strength", "read_layer").values
     pushed_cosines = pushed.transpose("layer", "strength").values
@@ -158,18 +158,17 @@ def fates(
 
 
 def share_left(fates: Collection[Fate]) -> float:
-    """Mean of `Fate.left` over the pushes with a verdict; NaN if none has one."""
+    """Mean share of the largest distance that remains at the last layer; NaN without a verdict."""
     shares = [outcome.left for outcome in fates if outcome.is_verdict]
     return float(np.mean(shares)) if shares else float("nan")
 
 
 def label(fates: Collection[Fate], *, is_beyond_chance: bool) -> str:
-    """Summary of pushes of several layers and strengths.
+    """One word for the outcomes of pushes of several layers and strengths.
 
     Arguments:
-        fates: outcomes of the pushes.
-        is_beyond_chance: whether a smaller share of distance is left than after random pushes, with
-            significance.
+        fates: Outcomes of the pushes.
+        is_beyond_chance: Whether significantly less of the distance remains than after random pushes.
 
     Returns:
         "no verdict", "attractor", "absorbed like any push" (all absorbed, but random pushes are as well),

@@ -33,17 +33,15 @@ if TYPE_CHECKING:
 __all__ = ["AnswerRanks", "AskedPrompt"]
 
 AskedPrompt = tuple[tuple[int, ...], int, int]
-"""(token ids of a prompt, first token of its answer, position whose logits predict that token; -1 is the
-last).
-"""
+"""(token ids of a prompt, first token of its answer, position whose logits predict the answer; -1: last)."""
 
 
 @dataclass(frozen=True)
 class AnswerRanks(Experiment):
-    """Number of tokens with a larger logit than the answer, for each prompt.
+    """For each prompt, the number of tokens with a larger next-token logit than its answer.
 
     Raises:
-        StageError: without prompts.
+        StageError: There are no prompts.
     """
 
     name: ClassVar[str] = "answer_ranks"
@@ -53,21 +51,21 @@ class AnswerRanks(Experiment):
     }
 
     prompts: tuple[AskedPrompt, ...]
-    """Prompts with the answer token and the position read; see `AskedPrompt`."""
+    """Prompts with their answer token and the position of the logits; see `AskedPrompt`."""
 
     def __post_init__(self) -> None:
         if not self.prompts:
             raise StageError("answer_ranks: expected at least one prompt with its answer, found none")
 
     def params(self) -> dict[str, Any]:
-        """Empty: the labels of the only cell list the prompts."""
+        """Fields that enter the key of results: none, as the labels of the only cell list the prompts."""
         return {}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One cell for all prompts.
 
         Raises:
-            PromptError: for an answer outside the vocabulary.
+            PromptError: An answer is outside the vocabulary.
         """
         for _, answer, _ in self.prompts:
             # Refused while planning, before the model is loaded.
@@ -76,9 +74,8 @@ class AnswerRanks(Experiment):
 
     def runs(self, prepared: None, cell: CellLabels) -> Sequence[Run]:
         """One forward pass per prompt, without interventions."""
-        # Logits at one position: of a whole prompt they would be as many times the vocabulary as it has
-        # tokens.
-        return [Run(ids, None, Logits((at,))) for ids, _, at in cell["prompts"]]
+        # Logits at one position only: those of a whole prompt are [token, vocab].
+        return [Run(ids, None, Logits((position,))) for ids, _, position in cell["prompts"]]
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
         """The runs themselves: they need no loaded model."""
@@ -89,7 +86,7 @@ class AnswerRanks(Experiment):
         return as_vector(result.logits)
 
     def measure_run(self, prepared: None, cell: CellLabels, number: int, result: HookCache) -> float:
-        """Rank of the answer to prompt `number` of the cell."""
+        """Rank of the answer to prompt `number` of the cell, 0 for the largest logit."""
         _, answer, _ = cell["prompts"][number]
         logits = self.measure(prepared, cell, result)
         # `Rank` ignores the clean run, so the same logits stand in for both.

@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 __all__ = ["Continuation"]
 
 Listener = Callable[[Sequence[int], "NewToken"], None]
-"""Function of a prompt's token ids and a new token."""
+"""Function that is called with a prompt's token ids and each new token."""
 _PAST = {"token_id": -1, "prompt_id": -1, "position_read": -1}
-"""Fill value past the end of a shorter prompt or continuation; NaN for variables that are not listed."""
+"""Fill values past the end of shorter prompts and continuations, by variable; NaN for the others."""
 
 
 @dataclass(frozen=True)
 class Continuation(Experiment):
-    """Prompts continued token by token.
+    """Continuations of prompts, generated token by token.
 
     Raises:
-        ConfigError: for settings with `eos=None`, which names no ids.
+        ConfigError: The settings have `eos=None`, which names no ids.
     """
 
     name: ClassVar[str] = "continuation"
@@ -63,7 +63,7 @@ class Continuation(Experiment):
     prompts: tuple[tuple[int, ...], ...]
     """Token ids of each prompt."""
     settings: GenerationSettings
-    """As for `generate`, with explicit end-of-sequence ids; each prompt starts from the same seed."""
+    """Settings of the generation, with explicit end-of-sequence ids; every prompt starts from its seed."""
     hooks: HookSpec | None = None
     """Interventions at every step, and captures, which the result holds by step."""
     on_token: Listener | None = field(default=None, compare=False, repr=False)
@@ -72,12 +72,13 @@ class Continuation(Experiment):
     def __post_init__(self) -> None:
         if self.settings.eos is None:
             raise ConfigError(
-                "continuation: expected the ids that end a sequence, found eos=None, which stands for what a "
-                "model's files name and would be in no key; give eos=(), or end_ids of the model's files"
+                "continuation: expected explicit end-of-sequence ids, found eos=None, whose ids depend on "
+                "the model's files and so could not enter the key; give eos=(), or end_ids of the model's "
+                "files"
             )
 
     def params(self) -> dict[str, Any]:
-        """Generation settings and hooks; prompts are labels of the cells.
+        """Fields that enter the key of results: settings and hooks. Prompts are labels of cells.
 
         The seed is left out at temperature 0. `cache=None` has the key of `cache=False`: without a choice the
         prompt is read again at each step.
@@ -105,7 +106,7 @@ class Continuation(Experiment):
         """One cell per prompt.
 
         Raises:
-            PromptError: for a prompt that leaves no room in the context.
+            PromptError: A prompt leaves no room for new tokens in the context.
         """
         for ids in self.prompts:
             if not 0 < len(ids) < config.context_length:
@@ -120,7 +121,7 @@ class Continuation(Experiment):
         return model
 
     def runs(self, prepared: Model, cell: CellLabels) -> Sequence[Run]:
-        """None: see `prepare`."""
+        """No planned runs, because each step depends on the token before."""
         return []
 
     def measure(self, prepared: Model, cell: CellLabels, result: HookCache) -> None:

@@ -44,33 +44,34 @@ __all__ = [
 ]
 
 ROUNDING = 1e-9
-"""Relative difference below which effects count as equal: rounding of float64 sums of float32 logits."""
+"""Relative difference below which effects count as equal: the rounding of sums of float32 logits."""
 CHANCE = 0.05
 """Significance level: largest p-value of an effect reported as beyond chance."""
 RESAMPLES = 2000
-"""Bootstrap resamples: the sampling error of a 95 % bound is then about a tenth of the interval's width."""
+"""Number of bootstrap resamples; the error of a 95 % bound is then a tenth of the interval's width."""
 
 Side = Literal["above", "below", "either"]
 
 
 @dataclass(frozen=True, eq=False)
 class Null:
-    """Null distribution of an effect: the same measure under randomly drawn causes.
+    """Null distribution of an effect: effects of randomly drawn causes, with which it is compared.
 
-    Without draws no control was run: median, bounds and p-value are NaN, and no effect is beyond chance.
+    Without draws, median, bounds and p-value are NaN, and no effect is beyond chance.
 
     Raises:
-        ConfigError: for draws that are not finite, or `looked_at` below 1.
+        ConfigError: A draw is infinite or NaN, or `looked_at` is below 1.
     """
 
     values: Floats
     """Effect of each random cause, float64 [draw]."""
     of: str
-    """What was drawn, in words: "heads of the same layer"."""
+    """What the random causes are, in words: "heads of the same layer"."""
     side: Side = "above"
-    """Which effects count as large: "above" the null, "below" it, or far from its median on "either" side."""
+    """Which draws count as at least as large: larger ones, smaller ones ("below"), or those farther from the
+    median on "either" side."""
     looked_at: int = 1
-    """Number of candidates from which the cause was selected on the same data, itself included."""
+    """Number of candidates, the tested cause included, from which it was selected on the same data."""
 
     def __post_init__(self) -> None:
         values = np.asarray(self.values, np.float64).ravel()
@@ -78,10 +79,13 @@ class Null:
         if not np.isfinite(values).all():
             count = int((~np.isfinite(values)).sum())
             raise ConfigError(
-                f"expected finite draws of {self.of}, found {count} that are not; choose other prompts"
+                f"expected finite effects of the random causes ({self.of}), found {count} that are infinite "
+                "or NaN; choose other prompts"
             )
         if self.looked_at < 1:
-            raise ConfigError(f"expected looked_at of at least 1, found {self.looked_at}")
+            raise ConfigError(
+                f"expected looked_at, the number of candidates, to be at least 1, found {self.looked_at}"
+            )
         object.__setattr__(self, "values", values)
 
     @property
@@ -91,11 +95,11 @@ class Null:
 
     @property
     def median(self) -> float:
-        """Median of the draws, in the unit of the measure; NaN without draws."""
+        """Median effect of the random causes, in the unit of the effect; NaN without draws."""
         return float(np.median(self.values)) if self.is_run else float("nan")
 
     def bound(self, share: float = 0.95) -> tuple[float, float]:
-        """Quantiles between which `share` of the draws lies, with equal tails; NaN without draws."""
+        """(low, high) between which `share` of the draws lies, with equal tails; NaN without draws."""
         if not self.is_run:
             return float("nan"), float("nan")
         tail = (1.0 - share) / 2.0
@@ -103,7 +107,7 @@ class Null:
         return float(low), float(high)
 
     def as_large(self, effect: float) -> int:
-        """Number of draws at least as large as `effect`, up to rounding."""
+        """Number of draws that are at least as large as `effect` (by `side`), up to rounding."""
         # Without a tolerance, 1e-16 of summation error would count as larger than an effect of exactly 0.
         rounding = ROUNDING * max(1.0, abs(effect))
         if self.side == "above":
@@ -127,16 +131,18 @@ class Null:
         return float(min(1.0, p_value * self.looked_at))
 
     def is_beyond_chance(self, effect: float, chance: float = CHANCE) -> bool:
-        """Whether the p-value is at most `chance`; never with fewer than 1 / chance - 1 draws.
+        """Whether the effect is significant: its p-value is at most `chance`.
+
+        With fewer than 1 / chance - 1 draws no effect is.
 
         Arguments:
-            effect: effect of the claimed cause.
-            chance: significance level.
+            effect: Effect of the claimed cause.
+            chance: Significance level.
         """
         return bool(self.share_as_large(effect) <= chance)
 
     def to_json(self, effect: float) -> dict[str, Any]:
-        """The null distribution and the p-value of an effect, as plain values."""
+        """Summary of the null distribution and the p-value of an effect, as JSON values."""
         low, high = self.bound()
         return {
             "of": self.of,
@@ -151,15 +157,15 @@ class Null:
 
 
 def interval(values: Any, share: float = 0.95, seed: int = 0) -> tuple[float, float]:
-    """Confidence interval of a mean: percentile bootstrap over values [prompt]; NaNs are left out.
+    """Confidence interval of a mean over prompts, by percentile bootstrap.
 
     Arguments:
-        values: one value per prompt.
-        share: confidence level.
-        seed: seed of the resamples.
+        values: One value per prompt; infinite values and NaN are left out.
+        share: Confidence level.
+        seed: Seed of the resamples.
 
     Returns:
-        (low, high); equal for a single value, whose spread is unknown; NaN for none.
+        (low, high); both equal the value if there is only one, and are NaN if there is none.
     """
     finite = np.asarray(values, np.float64).ravel()
     finite = finite[np.isfinite(finite)]
@@ -174,19 +180,19 @@ def interval(values: Any, share: float = 0.95, seed: int = 0) -> tuple[float, fl
 def interval_of_mean(
     mean: float, deviation: float, count: int, share: float = 0.95
 ) -> tuple[float, float] | None:
-    """Confidence interval of a mean, where only mean and standard deviation of the values are stored.
+    """Confidence interval of a mean, from the mean and the standard deviation of the values.
 
     Student's t by its expansion in 1 / degrees of freedom (Abramowitz & Stegun 1964, eq. 26.7.5), within 4 %
     from 3 values on.
 
     Arguments:
-        mean: mean of the values.
-        share: confidence level.
-        deviation: standard deviation, divided by count (numpy's default `ddof=0`).
-        count: number of values.
+        mean: Mean of the values.
+        deviation: Standard deviation with divisor `count` (numpy's default `ddof=0`).
+        count: Number of values.
+        share: Confidence level.
 
     Returns:
-        (low, high), or None for fewer than 3 values.
+        (low, high); None for fewer than 3 values.
     """
     if count < 3:
         return None
@@ -199,15 +205,15 @@ def interval_of_mean(
 
 
 def random_means(causes: Any, count: int, *, seed: int) -> Floats:
-    """Null distribution of a mean over prompts: in each prompt a cause is drawn at random, float64 [draw].
+    """Null distribution of a mean effect over prompts, float64 [draw]: each prompt gets a random cause.
 
     A randomisation test in blocks (Edgington & Onghena 2007, ch. 6): under the null it does not matter,
     within any prompt, which cause was taken.
 
     Arguments:
-        causes: effect of every cause in every prompt, the claimed cause included, [prompt, cause].
-        count: number of draws.
-        seed: seed of the draws.
+        causes: Effect of every cause in every prompt [prompt, cause], the claimed cause included.
+        count: Number of draws.
+        seed: Seed of the draws.
     """
     effects = np.asarray(causes, np.float64)
     # The claimed cause stays among those drawn: with few causes p would be too small without it.
@@ -217,19 +223,18 @@ def random_means(causes: Any, count: int, *, seed: int) -> Floats:
 
 
 def random_signs(differences: Any, count: int, *, seed: int) -> Floats:
-    """Null distribution of a mean over prompts of paired differences: signs are drawn, float64 [draw, ...].
+    """Null distribution of a mean paired difference over prompts, float64 [draw, ...]: signs are random.
 
     A randomisation test of matched pairs (Fisher 1935; Edgington & Onghena 2007, ch. 5): where neither side
     is better, either sign is equally likely in every prompt.
 
     Arguments:
-        differences: cause minus control, [..., prompt]; leading axes share the signs of a prompt.
-        count: number of draws.
-        seed: seed of the signs.
+        differences: Cause minus control [..., prompt]; leading axes share the sign of a prompt.
+        count: Number of draws.
+        seed: Seed of the signs.
     """
     values = np.asarray(differences, np.float64)
-    # Signs are shared by leading axes, which keeps dependence between them (layers of one prompt) in the
-    # null.
+    # Leading axes share signs, so that the null keeps the dependence between layers of one prompt.
     signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=(count, values.shape[-1]))
     means: Floats = np.moveaxis(values @ signs.T, -1, 0) / values.shape[-1]
     return means
@@ -238,35 +243,38 @@ def random_signs(differences: Any, count: int, *, seed: int) -> Floats:
 def chosen_at_random(
     population: Sequence[Any], count: int, *, seed: int, without: Sequence[Any] = ()
 ) -> list[Any]:
-    """Random sample without replacement, in the order drawn.
+    """Items drawn at random without replacement, in the order of the draw.
 
     Arguments:
-        population: items to draw from.
-        count: number of items; all are returned where fewer remain.
-        seed: seed of the draw.
-        without: items that are never drawn.
+        population: Items to draw from.
+        count: Number of items; all are returned if fewer remain.
+        seed: Seed of the draw.
+        without: Items that are never drawn.
 
     Raises:
-        ConfigError: where no item remains.
+        ConfigError: No item remains to draw from.
     """
     left_out = set(without)
     candidates = [item for item in population if item not in left_out]
     if not candidates:
-        raise ConfigError(f"expected something to draw controls from, found all {len(population)} excluded")
+        raise ConfigError(
+            f"expected other candidates to draw random controls from, found that all {len(population)} are "
+            "excluded"
+        )
     order = np.random.default_rng(seed).permutation(len(candidates))
     return [candidates[i] for i in order[:count]]
 
 
 def random_directions(like: Any, count: int, *, seed: int) -> npt.NDArray[np.float32]:
-    """Random vectors of given norms, uniform on the sphere: normalised Gaussian samples (Muller 1959).
+    """Vectors in random directions, uniform on the sphere, with the norms of given vectors (Muller 1959).
 
     Arguments:
-        like: vectors whose norms the random ones get, [..., hidden].
-        count: number of draws.
-        seed: seed of the draws.
+        like: Vectors [..., hidden] whose norms the random ones get.
+        count: Number of draws.
+        seed: Seed of the draws.
 
     Returns:
-        float32 [draw, ..., hidden], independent along all axes but hidden.
+        float32 [draw, ..., hidden]; directions are independent of each other.
     """
     template = np.asarray(like, np.float64)
     drawn = np.random.default_rng(seed).standard_normal((count, *template.shape))
@@ -278,21 +286,21 @@ def random_directions(like: Any, count: int, *, seed: int) -> npt.NDArray[np.flo
 
 
 def rank_correlation(x: Floats, y: Floats) -> float:
-    """Spearman's rank correlation; equal values share their mean rank.
+    """Spearman's rank correlation of two lists of values; equal values share their mean rank.
 
     Arguments:
-        x: values [item].
-        y: values [item].
+        x: Values [item].
+        y: Values [item].
     """
     return correlation(_ranks(x), _ranks(y))
 
 
 def correlation(x: Floats, y: Floats) -> float:
-    """Pearson's correlation; NaN for fewer than three values, or if all values of one side are equal.
+    """Pearson's correlation of two lists of values; NaN for fewer than three, or if one list is constant.
 
     Arguments:
-        x: values [item].
-        y: values [item].
+        x: Values [item].
+        y: Values [item].
     """
     # numpy.corrcoef would warn about constant values, and return 1 or -1 for two.
     x, y = (np.asarray(values, np.float64) - np.mean(values) if len(values) else values for values in (x, y))
@@ -302,7 +310,7 @@ def correlation(x: Floats, y: Floats) -> float:
 
 
 def _ranks(values: Floats) -> Floats:
-    """Ranks from 1, with the mean rank for ties."""
+    """Ranks of values from 1, float64 [item]; equal values get their mean rank."""
     _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
     # Mean of the ranks that a group of ties covers: cumsum is its last rank.
     ranks: Floats = (np.cumsum(counts) - (counts - 1) / 2)[group]

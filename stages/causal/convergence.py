@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 __all__ = ["NEAR", "ContrastiveVectors", "PromptTokens", "PushedStates", "Pushes", "best_layer", "cosine"]
 
 NEAR = 0.95
-"""Cosine from which two states count as near."""
+"""Smallest cosine at which two states count as near."""
 _NORM = 1e-10
 """Norm below which a vector has no direction."""
 PromptTokens = tuple[tuple[int, ...], ...]
@@ -81,34 +81,34 @@ class ContrastiveVectors(Experiment):
     }
 
     positive: PromptTokens
-    """Token ids of the prompts to which the vector points."""
+    """Token ids of the prompts towards whose mean state the vector points."""
     negative: PromptTokens
-    """Token ids of the prompts from which the vector points."""
+    """Token ids of the prompts whose mean state is subtracted."""
     positive_positions: tuple[int, ...] = (-1,)
-    """Position read in each positive prompt, or one for all; negative counts from the end."""
+    """Position of the state in each positive prompt, or one for all; negative ones count from the end."""
     negative_positions: tuple[int, ...] = (-1,)
-    """Position read in each negative prompt, or one for all."""
+    """Position of the state in each negative prompt, or one for all."""
     normalised: bool = False
     """Whether each layer's vector is scaled to norm 1."""
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell per side.
+        """Two cells: the positive and the negative prompts.
 
         Raises:
-            PromptError: for an empty side, or a position outside its prompt.
+            PromptError: There are no positive or no negative prompts, or a position is outside its prompt.
         """
         for side in ("positive", "negative"):
             self._places(side)
         return [{"side": "positive"}, {"side": "negative"}]
 
     def runs(self, prepared: Any, cell: CellLabels) -> list[Run]:
-        """One run per prompt of the side, capturing resid_post of every layer, without logits."""
+        """One run per prompt, which captures resid_post of every layer and computes no logits."""
         # want=None: a mean of states needs no logits, and a run without them no unembedding.
         hooks = HookSpec().capture("blocks.*.hook_resid_post")
         return [Run(ids, hooks, None) for ids, _ in self._places(cell["side"])]
 
     def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> dict[int, Array]:
-        """States after every layer [layer, hidden], by position read in this prompt."""
+        """States after every layer [layer, hidden], by the positions that are read in this prompt."""
         ids = tuple(result.tokens[0])
         # One prompt may occur several times with different positions: its run is shared by all of them.
         positions = {read_position for prompt, read_position in self._places(cell["side"]) if prompt == ids}
@@ -135,10 +135,10 @@ class ContrastiveVectors(Experiment):
         )
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """Both sides, vector [layer, hidden], and its norm [layer] before normalising.
+        """Mean states of both sides, their difference `vector` [layer, hidden], and its norm [layer].
 
         Raises:
-            StageError: for a zero difference in some layer, if `normalised`.
+            StageError: `normalised` is set, and the difference of some layer is zero.
         """
         import xarray as xr
 
@@ -149,8 +149,9 @@ class ContrastiveVectors(Experiment):
             # A vector of norm 0 would become NaN at every strength.
             if not (norm > _NORM).all():
                 raise StageError(
-                    "expected two sides that differ in every layer, found a difference of 0, which has no "
-                    "direction; choose other prompts or positions, or normalised=False"
+                    "expected positive and negative prompts whose mean states differ in every layer, found a "
+                    "layer in which they are equal, so that the vector cannot be normalised; choose other "
+                    "prompts or positions, or normalised=False"
                 )
             vector = vector / norm
         whole["vector"] = vector.assign_attrs(self.outputs["vector"].attrs)
@@ -158,7 +159,7 @@ class ContrastiveVectors(Experiment):
         return whole
 
     def computed(self, model: Model) -> xr.Dataset:
-        """The dataset computed in memory on a loaded model, without a store."""
+        """The same dataset, computed with a loaded model and without a store."""
         parts = []
         for cell in self.cells(model.config):
             runs = self.runs(None, cell)
@@ -167,14 +168,15 @@ class ContrastiveVectors(Experiment):
         return self.joined(parts)
 
     def _places(self, side: str) -> list[tuple[tuple[int, ...], int]]:
-        """(prompt, position counted from the start) of each prompt of one side."""
+        """(token ids, position counted from the start) of each prompt of a side, "positive" or "negative"."""
         prompts: PromptTokens = getattr(self, side)
         positions: tuple[int, ...] = getattr(self, f"{side}_positions")
         if not prompts:
             raise PromptError(f"expected at least one {side} prompt, found none")
         if len(positions) not in (1, len(prompts)):
             raise PromptError(
-                f"expected one {side} position, or one per prompt ({len(prompts)}), found {len(positions)}"
+                f"expected one position for all {side} prompts, or one for each of the {len(prompts)}, found "
+                f"{len(positions)}"
             )
         per_prompt = positions * len(prompts) if len(positions) == 1 else positions
         places = []
@@ -182,8 +184,8 @@ class ContrastiveVectors(Experiment):
             check_tokens(ids)
             if not -len(ids) <= position < len(ids):
                 raise PromptError(
-                    f"expected a position in 0..{len(ids) - 1} of {side} prompt {number} (or negative, from "
-                    f"the end), found {position}"
+                    f"expected a position from {-len(ids)} to {len(ids) - 1} (negative: from the end) in "
+                    f"{side} prompt {number}, which has {len(ids)} tokens, found {position}"
                 )
             places.append((ids, position % len(ids)))
         return places
@@ -191,60 +193,61 @@ class ContrastiveVectors(Experiment):
 
 @dataclass(frozen=True)
 class _Prepared:
-    """The unsteered run, and the vectors that are added."""
+    """Logits and states of the unsteered run, and the vectors that are added."""
 
     unchanged: Baseline
     """Logits of the unsteered run."""
     states: Array
     """State of the last token after each layer, float32 [layer, hidden]."""
     vectors: Array
-    """Contrastive vectors [layer, hidden]."""
+    """Contrastive vector of each layer [layer, hidden]."""
 
 
 @dataclass(frozen=True)
 class Pushes(Experiment):
-    """Base of experiments that add a vector after each layer by itself, at several strengths."""
+    """Base class of experiments that add a vector after one layer at a time, at several strengths."""
 
     tokens: tuple[int, ...]
     """Token ids of the prompt that is steered."""
     positive: PromptTokens
-    """Token ids of the prompts to which the vector points."""
+    """Token ids of the prompts towards whose mean state the vector points."""
     negative: PromptTokens
-    """Token ids of the prompts from which the vector points."""
+    """Token ids of the prompts whose mean state is subtracted."""
     positive_positions: tuple[int, ...] = (-1,)
-    """Position read in each positive prompt, or one for all; negative counts from the end."""
+    """Position of the state in each positive prompt, or one for all; negative ones count from the end."""
     negative_positions: tuple[int, ...] = (-1,)
-    """Position read in each negative prompt, or one for all."""
+    """Position of the state in each negative prompt, or one for all."""
     normalised: bool = False
     """Whether each layer's vector is scaled to norm 1."""
     position: int = -1
-    """Position at which the vector is added; negative counts from the end."""
+    """Position at which the vector is added; negative ones count from the end."""
     strengths: tuple[float, ...] = (1.0,)
-    """Factors of the vector, finite and distinct."""
+    """Factors by which the vector is multiplied, finite and distinct."""
     layers: tuple[int, ...] | None = None
     """Layers after which the vector is added, one stored cell each; None for all layers."""
 
     def params(self) -> dict[str, Any]:
-        """All fields but `layers`, which label the cells, so that another layer changes no key."""
+        """Fields that enter the key of results: all except `layers`, which are labels of cells."""
         return {name: value for name, value in vars(self).items() if name != "layers"}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One cell per layer.
 
         Raises:
-            PromptError: for an empty prompt, or a position outside it.
-            StageError: for strengths that are missing, repeated or not finite.
-            InterventionError: for a layer that does not exist.
+            PromptError: The prompt is empty, or the position is outside of it.
+            StageError: Strengths are missing, repeated, infinite or NaN.
+            InterventionError: A layer does not exist.
         """
         check_tokens(self.tokens)
         length = len(self.tokens)
         if not -length <= self.position < length:
             raise PromptError(
-                f"expected a position in 0..{length - 1} (or negative, from the end), found {self.position}"
+                f"expected the position of the added vector from {-length} to {length - 1} (negative: from "
+                f"the end), as the prompt has {length} tokens, found {self.position}"
             )
         if not self.strengths or len(set(self.strengths)) != len(self.strengths):
             found = list(self.strengths) or "none"
-            raise StageError(f"expected strengths, each once, found {found}")
+            raise StageError(f"expected at least one strength, and each strength once, found {found}")
         if not np.isfinite(self.strengths).all():
             raise StageError(f"expected finite strengths, found {list(self.strengths)}")
         self.contrast.cells(config)
@@ -253,23 +256,23 @@ class Pushes(Experiment):
     def pushed(
         self, ids: tuple[int, ...], want: Logits | None, layer: int, n_layers: int, vector: Array
     ) -> list[Run]:
-        """One run per strength, with `vector` added after a layer and all states from there on captured.
+        """One run per strength, which adds a vector after a layer and captures all states from there on.
 
         Arguments:
-            ids: token ids of the prompt, followed by pieces of a target, if any.
-            want: logits of each run; None for none.
-            layer: layer after which the vector is added.
-            n_layers: number of layers of the model.
-            vector: float32 [hidden].
+            ids: Token ids of the prompt, followed by those of the target but its last token.
+            want: Logits to compute in each run; None for none.
+            layer: Layer after which the vector is added.
+            n_layers: Number of layers of the model.
+            vector: Vector that is multiplied by the strength, float32 [hidden].
         """
         later = [HookPoint.resid_post(o) for o in range(layer, n_layers)]
         # Counted from the start: the run may have pieces of a target behind the prompt.
-        place = self.position % len(self.tokens)
+        position = self.position % len(self.tokens)
         return [
             Run(
                 ids,
                 HookSpec()
-                .intervene(later[0], Add((strength * vector)[None], positions=(place,)))
+                .intervene(later[0], Add((strength * vector)[None], positions=(position,)))
                 .capture(*later),
                 want,
             )
@@ -277,14 +280,14 @@ class Pushes(Experiment):
         ]
 
     def similarity(self, states: Array, result: HookCache) -> Array:
-        """Cosines of the last token's states with those of the unsteered run.
+        """Cosine, after each layer, of the last prompt token's state with that of the unsteered run.
 
         Arguments:
-            states: states of the unsteered run, [layer, hidden].
-            result: steered run with resid_post of the layers from the pushed one on.
+            states: States of the unsteered run [layer, hidden].
+            result: Steered run, with resid_post captured from the pushed layer on.
 
         Returns:
-            float64 [read_layer], 1 before the pushed layer.
+            float64 [read_layer]; 1 before the pushed layer.
         """
         cosines = np.ones(len(states))
         for point in result:
@@ -293,7 +296,7 @@ class Pushes(Experiment):
 
     @property
     def contrast(self) -> ContrastiveVectors:
-        """Experiment that computes the contrastive vectors."""
+        """Experiment that computes the vectors which are added."""
         return ContrastiveVectors(
             self.positive, self.negative, self.positive_positions, self.negative_positions, self.normalised
         )
@@ -301,9 +304,9 @@ class Pushes(Experiment):
 
 @dataclass(frozen=True)
 class PushedStates(Pushes):
-    """A contrastive vector added after each layer by itself: effect on the answer and on later states.
+    """Adds a contrastive vector after one layer at a time: effects on the answer and on later states.
 
-    Fields other than these two are those of `Pushes`.
+    Fields other than `target` and `top_k` are those of `Pushes`.
     """
 
     name: ClassVar[str] = "steering_convergence"
@@ -320,12 +323,12 @@ class PushedStates(Pushes):
     }
 
     target: tuple[int, ...] = ()
-    """Token ids of a word whose probability is followed; may be empty."""
+    """Token ids of a word whose probability is measured; may be empty."""
     top_k: int = 10
-    """Number of most changed tokens in the result."""
+    """Number of tokens, those of most changed probability, that are stored for each run."""
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """Cells of `Pushes`. Raises PromptError or ConfigError for an invalid target, too."""
+        """One cell per layer, as in `Pushes`; PromptError or ConfigError also for an invalid target."""
         check_tokens(self.tokens, self.target)
         check_target(self.target, config)
         return super().cells(config)
@@ -342,13 +345,13 @@ class PushedStates(Pushes):
         return _Prepared(Baseline(model.config, read_logits(result), {}), states, vectors)
 
     def runs(self, prepared: _Prepared, cell: CellLabels) -> list[Run]:
-        """One run per strength, on the prompt followed by the pieces of the target."""
+        """One run per strength, on the prompt followed by the target."""
         ids, want = with_target(self.tokens, self.target)
         vector = prepared.vectors[cell["layer"]]
         return self.pushed(ids, want, cell["layer"], len(prepared.states), vector)
 
     def measure(self, prepared: _Prepared, cell: CellLabels, result: HookCache) -> dict[str, Any]:
-        """Effects on the next token, and `similarity` [read_layer]."""
+        """Effects of one run on the next token by name, with `similarity` [read_layer]."""
         similarity = self.similarity(prepared.states, result)
         measured = effect(prepared.unchanged.logits, read_logits(result), self.target, self.top_k)
         return measured | {"similarity": similarity}
@@ -384,8 +387,8 @@ def cosine(x: Array, y: Array) -> float:
     """Cosine of two vectors, computed in float64; 0 if either has norm 0.
 
     Arguments:
-        x: vector [hidden].
-        y: vector [hidden].
+        x: Vector [hidden].
+        y: Vector [hidden].
     """
     a, b = np.asarray(x, np.float64), np.asarray(y, np.float64)
     norm = float(np.linalg.norm(a) * np.linalg.norm(b))
@@ -393,15 +396,15 @@ def cosine(x: Array, y: Array) -> float:
 
 
 def best_layer(similarity: Mapping[int, Array], kl: Mapping[int, float], near: float = NEAR) -> int:
-    """Layer to look at more closely, as candle-mi selects it; a heuristic, not a test.
+    """Pushed layer to look at more closely, as candle-mi selects it; a heuristic, not a test.
 
-    The deepest layer whose push is near the unsteered state after some later layer. If there is none, the
-    layer of smallest KL, the earlier of equals.
+    This is the deepest layer whose push is near the unsteered state after some later layer. If there is none,
+    it is the layer of smallest KL divergence, the earlier of equals.
 
     Arguments:
-        similarity: cosines [read_layer], by pushed layer.
+        similarity: Cosines of steered and unsteered states [read_layer], by pushed layer.
         kl: KL(baseline || steered) in nats, by pushed layer.
-        near: cosine from which two states count as near.
+        near: Smallest cosine at which two states count as near.
     """
     deep = [layer for layer, row in similarity.items() if (np.asarray(row)[layer + 1 :] >= near).any()]
     # Keyed by (KL, layer): min alone would depend on the order of the mapping.

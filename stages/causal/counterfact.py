@@ -55,7 +55,7 @@ NEXT_TOKENS: Mapping[str, Output] = {
     f"{name}_token_id": Output(("pair",), "1", f"most likely next token of the {name} prompt")
     for name in ("original", "counterfactual")
 }
-"""Outputs of both experiments: the most likely next token of each unpatched prompt."""
+"""Declared outputs that two experiments share: the most likely next token of each unpatched prompt."""
 
 
 @dataclass(frozen=True)
@@ -65,20 +65,22 @@ class FactTokens:
     original: tuple[int, ...]
     """Token ids of the prompt that is patched."""
     counterfactual: tuple[int, ...]
-    """Token ids of the prompt whose states are put in."""
+    """Token ids of the prompt whose states are patched in."""
     fact: tuple[int, ...]
-    """Positions of the fact in the original prompt."""
+    """Positions, in the original prompt, of the tokens that state the fact."""
     subject: tuple[tuple[int, int], ...] | None = None
-    """(position, counterfactual position) of each subject token, patched together by `FactualRouting`;
-    `CounterFactPatching` ignores it.
+    """(position, counterfactual position) of each subject token, which `FactualRouting` patches together.
+
+    `CounterFactPatching` does not use it.
     """
 
     def check(self) -> None:
-        """Raise PromptError for empty or equal prompts, or a fact outside the original prompt."""
+        """Raise PromptError if the prompts are empty or equal, or the fact is outside the original prompt."""
         if not self.original or not self.counterfactual or self.original == self.counterfactual:
             raise PromptError(
-                f"expected two prompts that differ, found {len(self.original)} and "
-                f"{len(self.counterfactual)} tokens, {'equal' if self.original else 'none'}"
+                "expected an original and a counterfactual prompt that differ, each of at least one token, "
+                f"found prompts of {len(self.original)} and {len(self.counterfactual)} tokens"
+                + (", which are equal" if self.original and self.original == self.counterfactual else "")
             )
         if not self.fact:
             raise PromptError("expected the positions of the fact in the original prompt, found none")
@@ -86,7 +88,7 @@ class FactTokens:
 
 
 def position_map(pair: FactTokens) -> tuple[int, ...]:
-    """For every position of the original prompt, the counterfactual position whose state is put there.
+    """For every position of the original prompt, the counterfactual position whose state is patched in.
 
     Positions up to the end of the fact keep their index; later ones are aligned from the end. Both are
     clipped to the counterfactual prompt.
@@ -100,14 +102,14 @@ def position_map(pair: FactTokens) -> tuple[int, ...]:
 
 
 def differing_span(original: Sequence[int], counterfactual: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The span in which two prompts differ, as (position, counterfactual position), in order.
+    """The span in which two prompts differ, as pairs (original position, counterfactual position).
 
     Spans of unequal length are aligned at their last token, where a subject is complete (Meng et al. 2022);
     surplus positions at the start of the original get the first counterfactual position.
 
     Arguments:
-        original: token ids.
-        counterfactual: token ids.
+        original: Token ids of the original prompt.
+        counterfactual: Token ids of the counterfactual prompt.
     """
     start, end = common_ends(original, counterfactual)
     last, source = (max(len(prompt) - end - 1, 0) for prompt in (original, counterfactual))
@@ -117,43 +119,43 @@ def differing_span(original: Sequence[int], counterfactual: Sequence[int]) -> tu
 
 
 def blocks_of(num_layers: int, size: int) -> list[list[int]]:
-    """Contiguous blocks of layers; the last may be shorter.
+    """The model's layers in blocks of neighbouring layers; the last block may be shorter.
 
     Arguments:
-        num_layers: number of layers of the model.
-        size: layers per block.
+        num_layers: Number of layers of the model.
+        size: Number of layers of a block.
     """
     return [list(range(start, min(start + size, num_layers))) for start in range(0, num_layers, size)]
 
 
 class Unpatched(NamedTuple):
-    """Results of both prompts of a pair without patches."""
+    """Results of the two prompts of a pair, run without patches."""
 
     original: Floats
     """Logits at the last position of the original, float64 [vocab]."""
     counterfactual: Floats
     """Logits at the last position of the counterfactual, float64 [vocab]."""
     states: dict[HookPoint, Tensor]
-    """States of the counterfactual run by hook point, [position, hidden]."""
+    """States [position, hidden] of the counterfactual run by hook point."""
     attention: Floats | None
     """Attention of the original's last position to the fact, float64 [layer, head]; None unless requested."""
 
 
 @dataclass
 class PairRuns:
-    """Unpatched runs of pairs, computed when the first patch of a pair is planned."""
+    """Runs of pairs of prompts without patches, computed when a pair is needed first."""
 
     config: Architecture
     """Architecture of the model."""
     model: Model | None
-    """None while runs are only sketched: every state is zero then."""
+    """The model; None while runs are only planned, when all states are taken as zero."""
     with_attention: bool = False
-    """Whether attention to the fact is measured in the original run."""
+    """Whether the attention of the last position to the fact is measured in the original run."""
     computed: dict[FactTokens, Unpatched] = field(default_factory=dict)
-    """Results so far, by pair."""
+    """Results that are computed already, by pair."""
 
     def of(self, pair: FactTokens) -> Unpatched:
-        """Unpatched results of a pair; computed at the first call."""
+        """Results of a pair without patches; the first call for a pair runs the model."""
         if self.model is None:
             return Unpatched(np.zeros(0), np.zeros(0), Blank(self.config, len(pair.counterfactual)), None)
         # Pairs run lazily: after an interruption only pairs of missing cells are run again.
@@ -176,12 +178,12 @@ class PairRuns:
 
 
 def patched(unpatched: Unpatched, block: Sequence[int], places: Sequence[tuple[int, int]]) -> HookSpec:
-    """Interventions that overwrite positions in every layer of a block with counterfactual states.
+    """Interventions that overwrite states of the original prompt by counterfactual ones, in some layers.
 
     Arguments:
-        unpatched: unpatched runs of the pair.
-        block: layers.
-        places: (position, counterfactual position) of each overwritten position.
+        unpatched: Results of the pair without patches.
+        block: Layers in which states are overwritten.
+        places: (original position, counterfactual position) of each state.
     """
     positions, sources = zip(*places, strict=True)
     spec = HookSpec()
@@ -195,21 +197,22 @@ def weights_of(config: Architecture) -> list[HookPoint]:
     """Hook points of the attention weights of every layer.
 
     Raises:
-        StageError: for a model without attention.
+        StageError: The model has no attention.
     """
     if config.attention_kind is None:
         raise StageError(
-            f"expected a model with attention weights, found {config.model_type}, which has none"
+            f"expected a model with attention, whose weights are measured, found {config.model_type}, which "
+            "has none; choose another model"
         )
     return config.points_of(config.attention_kind)
 
 
 def attention_to(fact: Sequence[int], result: HookCache) -> Floats:
-    """Mean attention of the last position over the positions of a fact, float64 [layer, head].
+    """Attention of the last position to a fact, averaged over the fact's positions, float64 [layer, head].
 
     Arguments:
-        fact: positions of the fact.
-        result: run with the attention weights of every layer.
+        fact: Positions of the fact.
+        result: Run with the attention weights of every layer captured.
     """
     layers = [result[point][0, :, -1, list(fact)].float().mean(-1).cpu().numpy() for point in result]
     weights: Floats = np.stack(layers).astype(np.float64)
@@ -218,40 +221,40 @@ def attention_to(fact: Sequence[int], result: HookCache) -> Floats:
 
 @dataclass(frozen=True, kw_only=True)
 class FactPairExperiment(Experiment):
-    """Base of experiments with one cell per pair of prompts, patched in blocks of layers."""
+    """Base class of experiments that patch pairs of prompts in blocks of layers, one cell per pair."""
 
     pairs: tuple[FactTokens, ...]
-    """Pairs of prompts; lengths within a pair may differ."""
+    """Pairs of prompts; the two prompts of a pair may have different lengths."""
     block_size: int = 4
-    """Number of neighbouring layers patched together."""
+    """Number of neighbouring layers that are patched together."""
 
     def params(self) -> dict[str, Any]:
-        """All fields but the pairs, which label the cells."""
+        """Fields that enter the key of results: all except the pairs, which are labels of cells."""
         return {name: value for name, value in vars(self).items() if name != "pairs"}
 
     def check(self, config: Architecture) -> None:
-        """Raise StageError for no pairs or an invalid block size, PromptError for an invalid pair."""
+        """Raise StageError without pairs or for an invalid block size, PromptError for an invalid pair."""
         if not self.pairs:
             raise StageError(f"{self.name}: expected at least one pair of prompts, found none")
         if not 1 <= self.block_size <= config.num_layers:
             raise StageError(
-                f"{self.name}: expected a block size in 1..{config.num_layers}, the model's layers, found "
-                f"{self.block_size}"
+                f"{self.name}: expected a block_size from 1 to {config.num_layers}, the number of layers, "
+                f"found {self.block_size}"
             )
         for pair in self.pairs:
             pair.check()
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
-        """The runs of a cell with zeros for every state."""
+        """The runs of a cell with zeros in place of states, which suffices for planning."""
         return self.runs(PairRuns(config, None), cell)
 
     def changes(self, prepared: PairRuns, pair: FactTokens, result: HookCache) -> tuple[float, int]:
-        """KL(original || patched) in nats, and the most likely next token of the patched run.
+        """(KL(original || patched) in nats, most likely next token of the patched run).
 
         Arguments:
-            prepared: unpatched runs.
-            pair: the pair.
-            result: patched run.
+            prepared: Runs without patches.
+            pair: The pair of prompts.
+            result: The patched run.
         """
         logits = as_vector(result.logits)
         return float(kl_divergence(prepared.of(pair).original, logits)), int(logits.argmax())
@@ -259,7 +262,7 @@ class FactPairExperiment(Experiment):
 
 @dataclass(frozen=True, kw_only=True)
 class CounterFactPatching(FactPairExperiment):
-    """Every position and block of layers of every pair patched, one run each."""
+    """Patches each position of each pair in each block of layers, one run each."""
 
     name: ClassVar[str] = "counterfact_patching"
     version: ClassVar[int] = 1
@@ -270,12 +273,12 @@ class CounterFactPatching(FactPairExperiment):
     }
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell per pair. Raises what `check` raises."""
+        """One cell per pair; StageError or PromptError for invalid fields (`check`)."""
         self.check(config)
         return [cell_of(pair) for pair in self.pairs]
 
     def prepare(self, model: Model) -> PairRuns:
-        """The model; unpatched runs of a pair are computed when first needed."""
+        """Runs without patches, which are computed when a pair needs them first."""
         return PairRuns(model.config, model)
 
     def runs(self, prepared: PairRuns, cell: CellLabels) -> Sequence[Run]:
@@ -288,7 +291,7 @@ class CounterFactPatching(FactPairExperiment):
         ]
 
     def measure(self, prepared: PairRuns, cell: CellLabels, result: HookCache) -> tuple[float, int]:
-        """KL from the original run in nats, and the most likely next token."""
+        """(KL(original || patched) in nats, most likely next token of the patched run)."""
         return self.changes(prepared, pair_of(cell), result)
 
     def dataset(self, prepared: PairRuns, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
@@ -313,7 +316,7 @@ class CounterFactPatching(FactPairExperiment):
         return xr.Dataset(arrays, coords)
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """Patches of all pairs concatenated along `patch`; coordinate `pair_of` is the number of the pair."""
+        """Patches of all pairs along the axis `patch`; the coordinate `pair_of` is the number of the pair."""
         import xarray as xr
 
         patches = xr.concat([part.drop_dims("pair") for part in parts], "patch", combine_attrs="override")
@@ -324,13 +327,13 @@ class CounterFactPatching(FactPairExperiment):
 
 
 def next_tokens(unpatched: Unpatched) -> dict[str, Any]:
-    """Most likely next token of each prompt of a pair without patches, [pair]."""
+    """Variables with the most likely next token of both prompts of a pair, run without patches [pair]."""
     both = zip(NEXT_TOKENS.items(), (unpatched.original, unpatched.counterfactual), strict=True)
     return {name: output.variable(np.array([logits.argmax()], np.int64)) for (name, output), logits in both}
 
 
 def cell_of(pair: FactTokens) -> dict[str, Any]:
-    """Labels of the cell of a pair, without its subject."""
+    """Labels of the cell of a pair: its prompts and the fact, without the subject."""
     return {
         "original": list(pair.original),
         "counterfactual": list(pair.counterfactual),
@@ -339,5 +342,5 @@ def cell_of(pair: FactTokens) -> dict[str, Any]:
 
 
 def pair_of(cell: CellLabels) -> FactTokens:
-    """FactTokens of a cell, without subject."""
+    """The pair of prompts that a cell's labels describe; its `subject` is None."""
     return FactTokens(tuple(cell["original"]), tuple(cell["counterfactual"]), tuple(cell["fact"]))

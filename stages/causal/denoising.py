@@ -37,16 +37,18 @@ if TYPE_CHECKING:
 __all__ = ["ORDERS", "Denoising", "filled_by_step"]
 
 ORDERS = ("confidence", "margin", "entropy", "position", "random")
-"""Order in which masks are filled: by probability of the best token, its margin over the second, smallest
-entropy, position from left to right, or at random.
+"""Orders in which masks can be filled.
+
+By probability of the most likely token, by its margin over the second, by smallest entropy, from left to
+right, or at random.
 """
 _PAST = {"token_id": -1, "step_filled": -1, "best_id": -1}
-"""Fill value past the end of a shorter prompt or trace; NaN for variables that are not listed."""
+"""Fill values past the end of shorter prompts and of fewer steps, by variable; NaN for the others."""
 
 
 @dataclass(frozen=True)
 class Denoising(Experiment):
-    """Texts whose masks are filled by a masked language model."""
+    """Fills the masks of texts with a masked language model, and records its predictions at every step."""
 
     name: ClassVar[str] = "denoising"
     version: ClassVar[int] = 1
@@ -60,22 +62,22 @@ class Denoising(Experiment):
     }
 
     prompts: tuple[tuple[int, ...], ...]
-    """Token ids, with masks among them."""
+    """Token ids of each text, with masks among them."""
     mask: int
     """Id of the mask token."""
     steps: int | None = None
-    """Most passes; None for one per mask. With fewer passes than masks, see `filled_by_step`."""
+    """Largest number of passes; None for one per mask. `filled_by_step`: how many masks each pass fills."""
     order: str = "confidence"
-    """One of `ORDERS`."""
+    """Order in which masks are filled, one of `ORDERS`."""
     temperature: float = 0.0
-    """0 fills in the most likely token; above 0 samples from softmax(logits / temperature)."""
+    """0 fills in the most likely token; above 0, tokens are sampled from softmax(logits / temperature)."""
     seed: int = 0
     """Seed of sampling and of random order, the same for every prompt."""
     hooks: HookSpec | None = None
     """Interventions in every pass; captures are refused."""
 
     def params(self) -> dict[str, Any]:
-        """All fields but prompts, which label the cells."""
+        """Fields that enter the key of results: all that change them, except prompts, the labels of cells."""
         # Temperature and seed only where something is sampled: otherwise they would split the cache.
         params: dict[str, Any] = {"mask": self.mask, "steps": self.steps, "order": self.order}
         if self.temperature > 0 or self.order == "random":
@@ -86,34 +88,42 @@ class Denoising(Experiment):
         """One cell per prompt.
 
         Raises:
-            ConfigError: for a next-token model, an unknown order, invalid steps or temperature, or hooks with
-                captures.
-            PromptError: for a prompt without a mask, or longer than the context.
+            ConfigError: The model predicts the next token; order, steps or temperature are invalid; or
+            `hooks`
+                captures something.
+            PromptError: A prompt has no mask, or is longer than the context.
         """
         if config.predicts_next:
             raise ConfigError(
-                f"expected a model that fills in masks, found {config.model_type}, which predicts the next "
-                "token; continue the text: generate"
+                f"expected a masked language model for denoising, found {config.model_type}, which predicts "
+                "the next token; use generate to continue the text"
             )
         if self.order not in ORDERS:
             near = nearest(self.order, ORDERS)
-            hint = f"did you mean {near!r}?" if near else f"there are {', '.join(ORDERS)}"
-            raise ConfigError(f"denoising: no order {self.order!r} to fill masks in; {hint}")
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise ConfigError(
+                f"denoising: expected order to be one of {', '.join(ORDERS)}, found {self.order!r}{hint}"
+            )
         if self.steps is not None and self.steps < 1:
-            raise ConfigError(f"expected at least 1 step, found {self.steps}; leave it out for one per mask")
+            raise ConfigError(
+                f"denoising: expected steps of at least 1, found {self.steps}; leave it out for one per mask"
+            )
         if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"expected a temperature >= 0, found {self.temperature}")
+            raise ConfigError(f"denoising: expected a temperature >= 0, found {self.temperature}")
         if self.hooks is not None and self.hooks.num_captures:
-            raise ConfigError("denoising: expected interventions alone, found captures; leave them out")
+            raise ConfigError(
+                "denoising: expected hooks to hold interventions only, found captures; leave out the captures"
+            )
         for ids in self.prompts:
             if self.mask not in ids:
                 raise PromptError(
-                    f"expected a mask (id {self.mask}) in every prompt, found none in {list(ids)}"
+                    f"expected a mask token (id {self.mask}) in every prompt, found none in {list(ids)}; put "
+                    "a mask where a token is to be filled in"
                 )
             if len(ids) > config.context_length:
                 raise PromptError(
-                    f"expected prompts of at most {config.context_length} tokens, masks included, found "
-                    f"{len(ids)}; fill in fewer"
+                    f"expected prompts of at most {config.context_length} tokens, masks included, as long as "
+                    f"the model's context, found {len(ids)}; shorten the text"
                 )
         return [{"prompt": list(ids)} for ids in self.prompts]
 
@@ -122,54 +132,61 @@ class Denoising(Experiment):
         return model
 
     def runs(self, prepared: Model, cell: CellLabels) -> Sequence[Run]:
-        """None: see `prepare`."""
+        """No planned runs, because each pass depends on the tokens filled in before."""
         return []
 
     def measure(self, prepared: Model, cell: CellLabels, result: HookCache) -> None:
         """Never called, as there are no runs; `dataset` fills the masks."""
 
     def dataset(self, prepared: Model, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """One prompt with all masks filled, and the trace of predictions by step."""
+        """One text with all masks filled, and the predictions at every step."""
         import torch
         import xarray as xr
 
         ids = np.array(cell["prompt"], np.int32)
         counts = filled_by_step(int((ids == self.mask).sum()), self.steps)
         generator = torch.Generator().manual_seed(self.seed)
-        trace, per_pass = (len(counts), len(ids)), np.full(len(ids), np.nan)
-        filled_at, logprob = np.full(len(ids), -1, np.int32), per_pass.copy()
-        best_id = np.full(trace, -1, np.int32)
-        best, entropy = np.full(trace, np.nan), np.full(trace, np.nan)
+        step_filled, logprob = np.full(len(ids), -1, np.int32), np.full(len(ids), np.nan)
+        by_step = (len(counts), len(ids))
+        best_id = np.full(by_step, -1, np.int32)
+        best_logprob, entropy = np.full(by_step, np.nan), np.full(by_step, np.nan)
         for step, count in enumerate(counts):
             # Looked up in every pass: tokens filled in before are part of the text.
             masked = np.flatnonzero(ids == self.mask)
             logprobs = self._logprobs(prepared, ids, masked)
-            # The mask token is excluded from the candidates only; probabilities stay those over the whole
-            # vocabulary.
-            top = logprobs.masked_fill(torch.arange(logprobs.shape[1]) == self.mask, float("-inf")).topk(2)
-            best_id[step, masked], best[step, masked] = top.indices[:, 0].numpy(), top.values[:, 0].numpy()
+            # The mask token is excluded from the candidates only: probabilities are of the whole vocabulary.
+            is_mask_token = torch.arange(logprobs.shape[1]) == self.mask
+            top = logprobs.masked_fill(is_mask_token, float("-inf")).topk(2)
+            best_id[step, masked] = top.indices[:, 0].numpy()
+            best_logprob[step, masked] = top.values[:, 0].numpy()
             # nan_to_num: 0 * log 0 is 0 in the entropy, but NaN in floating point.
             entropy[step, masked] = -(logprobs.exp() * logprobs).nan_to_num(0.0).sum(1).numpy()
             tokens = self._tokens(logprobs, top.indices[:, 0], generator)
             chosen_logprob = logprobs.gather(1, tokens[:, None])[:, 0].numpy()
             margin = (top.values[:, 0].exp() - top.values[:, 1].exp()).numpy()
-            selected = self._ranked(chosen_logprob, margin, entropy[step, masked], generator)[:count]
-            filled = masked[selected]
-            ids[filled], logprob[filled] = tokens.numpy()[selected], chosen_logprob[selected]
-            filled_at[filled] = step
+            first = self._filling_order(chosen_logprob, margin, entropy[step, masked], generator)[:count]
+            filled = masked[first]
+            ids[filled], logprob[filled] = tokens.numpy()[first], chosen_logprob[first]
+            step_filled[filled] = step
         values = {
             "token_id": ids,
-            "step_filled": filled_at,
+            "step_filled": step_filled,
             "logprob": logprob,
             "best_id": best_id,
-            "best_logprob": best,
+            "best_logprob": best_logprob,
             "entropy": entropy,
         }
         data = {name: self.outputs[name].variable(value[None]) for name, value in values.items()}
         return xr.Dataset(data, {"step": np.arange(len(counts)), "position": np.arange(len(ids))})
 
     def _logprobs(self, model: Model, ids: Any, places: Any) -> torch.Tensor:
-        """Log-probabilities at the masked positions `places` of a text, float64 [mask, vocab]."""
+        """Log-probabilities of the tokens at masked positions of a text, float64 [mask, vocab].
+
+        Arguments:
+            model: The model.
+            ids: Token ids of the text.
+            places: Positions of the masks.
+        """
         spec = model.bind(self.hooks)
         refuse_gradients(spec, "denoising")
         # Some models (Dream) predict a mask from the position before it, as next-token models do.
@@ -180,7 +197,7 @@ class Denoising(Experiment):
         return logprobs
 
     def _tokens(self, logprobs: torch.Tensor, best: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Candidate token for every mask: the best one, or a sample in order of position."""
+        """Token to fill in at each mask: `best` at temperature 0, else a sample, in order of position."""
         import torch
 
         from ..forward.generation.sampling import sample_token
@@ -193,11 +210,13 @@ class Denoising(Experiment):
         drawn = [sample_token(row, temperature=self.temperature, generator=generator) for row in candidates]
         return torch.tensor(drawn)
 
-    def _ranked(self, logprob: Floats, margin: Floats, entropy: Floats, generator: torch.Generator) -> Any:
-        """Indices of masks in the order in which they are filled; ties go to the first position."""
+    def _filling_order(
+        self, logprob: Floats, margin: Floats, entropy: Floats, generator: torch.Generator
+    ) -> Any:
+        """Indices of the masks in the order in which they are filled; the first position wins ties."""
         import torch
 
-        by = {
+        sort_keys = {
             "confidence": -logprob,
             "margin": -margin,
             "entropy": entropy,
@@ -206,7 +225,7 @@ class Denoising(Experiment):
         if self.order == "random":
             return torch.randperm(len(logprob), generator=generator).numpy()
         # Stable, so that ties go to the first position.
-        return np.argsort(by[self.order], kind="stable")
+        return np.argsort(sort_keys[self.order], kind="stable")
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
         """All prompts, padded to the longest with NaN, or -1 for token ids and steps."""
@@ -221,8 +240,8 @@ def filled_by_step(masks: int, steps: int | None) -> list[int]:
     """Number of masks that each pass fills: equal numbers, with the remainder spread over the first passes.
 
     Arguments:
-        masks: number of masks.
-        steps: most passes; None for one per mask.
+        masks: Number of masks.
+        steps: Largest number of passes; None for one per mask.
 
     >>> filled_by_step(7, 3), filled_by_step(2, 5), filled_by_step(2, None)
     ([3, 2, 2], [1, 1], [1, 1])

@@ -38,27 +38,30 @@ if TYPE_CHECKING:
 __all__ = ["AtOnce", "Draws"]
 
 RUNS, ENDS = "runs of draws", "ends of draws"
-"""Keys in what `AtOnce.prepare` returns: runs of all draws, and cumulative run count after each draw."""
+"""Keys in the result of `AtOnce.prepare`: the runs of all draws, and their number up to each draw."""
 
 
 @dataclass(frozen=True)
 class Draws(Experiment):
-    """Repeated experiments of one kind with different causes, each a draw.
+    """An experiment repeated with random causes, whose results get a first axis `draw`.
 
     Raises:
-        StageError: for no experiments, experiments of several kinds, or two equal ones.
+        StageError: There are no experiments, they are of several kinds, or two are equal.
     """
 
     experiments: tuple[Experiment, ...]
-    """The draws, equal in name and version."""
+    """The experiment of each draw; all have the same name and version."""
 
     def __post_init__(self) -> None:
         kinds = {(experiment.name, experiment.version) for experiment in self.experiments}
         if len(kinds) != 1:
             names = ", ".join(f"{name} {version}" for name, version in sorted(kinds)) or "none"
-            raise StageError(f"expected draws of one experiment, found {names}")
+            raise StageError(f"expected draws of one kind of experiment, found {names}")
         if len(self._numbers) < len(self.experiments):
-            raise StageError(f"{self.name}: expected draws that differ, found one of them twice")
+            raise StageError(
+                f"{self.name}: expected draws that differ, found two equal ones; use another seed for each "
+                "draw"
+            )
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -81,16 +84,16 @@ class Draws(Experiment):
         return self.experiments[0].reads_text
 
     def params(self) -> dict[str, Any]:
-        """Empty: every cell is labelled with the parameters of its draw."""
+        """Fields that enter the key of results: none, as cells are labelled by the fields of their draw."""
         return {}
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """Outputs of the experiment with a first dim `draw`."""
+        """Outputs of the experiment, with the first axis `draw`."""
         outputs = self.experiments[0].outputs_on(config)
         return {name: replace(output, dims=("draw", *output.dims)) for name, output in outputs.items()}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """Cells of every draw, labelled with its parameters."""
+        """Cells of every draw, each with the draw's parameters among its labels."""
         return [
             # Parameters label the cell, not the draw's number: adding draws leaves the keys of others
             # unchanged.
@@ -108,24 +111,24 @@ class Draws(Experiment):
         return prepared
 
     def runs(self, prepared: Mapping[Hashable, Any], cell: CellLabels) -> Sequence[Run]:
-        """Runs of the cell in its draw."""
+        """Runs of a cell, as the experiment of its draw defines them."""
         number, draw_cell = self._of(cell)
         return self.experiments[number].runs(prepared[self._shared(number)], draw_cell)
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run] | None:
-        """Sketched runs of the cell in its draw."""
+        """Runs of a cell without activations, for planning, as the experiment of its draw defines them."""
         number, draw_cell = self._of(cell)
         return self.experiments[number].sketch(config, draw_cell)
 
     def measure(self, prepared: Mapping[Hashable, Any], cell: CellLabels, result: HookCache) -> Any:
-        """Measurement of one run, as the draw measures it."""
+        """Measurement of one run, as the experiment of the cell's draw makes it."""
         number, draw_cell = self._of(cell)
         return self.experiments[number].measure(prepared[self._shared(number)], draw_cell, result)
 
     def dataset(
         self, prepared: Mapping[Hashable, Any], cell: CellLabels, measured: Sequence[Any]
     ) -> xr.Dataset:
-        """Dataset of one cell, as the draw returns it."""
+        """Result of one cell, as the experiment of its draw makes it."""
         number, draw_cell = self._of(cell)
         return self.experiments[number].dataset(prepared[self._shared(number)], draw_cell, measured)
 
@@ -136,7 +139,10 @@ class Draws(Experiment):
         # Draws differ in their cause only, so each has the same number of cells.
         cells_per_draw, remainder = divmod(len(parts), len(self.experiments))
         if remainder:
-            raise StageError(f"{self.name}: expected as many cells of every draw, found {len(parts)} in all")
+            raise StageError(
+                f"{self.name}: expected the same number of cells for each of the {len(self.experiments)} "
+                f"draws, found {len(parts)} cells in all"
+            )
         joined_draws = [
             experiment.joined(parts[number * cells_per_draw : (number + 1) * cells_per_draw])
             for number, experiment in enumerate(self.experiments)
@@ -148,13 +154,13 @@ class Draws(Experiment):
 
     @property
     def pinned(self) -> Sequence[Pinned]:
-        """Pinned resources of all draws, without duplicates."""
+        """Resources of all draws that must not change while they run, without duplicates."""
         return tuple(
             dict.fromkeys(resource for experiment in self.experiments for resource in experiment.pinned)
         )
 
     def _of(self, cell: CellLabels) -> tuple[int, CellLabels]:
-        """Number of the draw to which a cell belongs, and the cell with the labels of its experiment."""
+        """(number of the draw to which a cell belongs, the cell's labels in the experiment of the draw)."""
         draw_cell = {name: label for name, label in cell.items() if name != "draw"}
         return self._numbers[digest("draw", cell["draw"])], draw_cell
 
@@ -187,17 +193,17 @@ class AtOnce(Draws):
         return [{"draws": super().cells(config)}]
 
     def runs(self, prepared: Mapping[Hashable, Any], cell: CellLabels) -> Sequence[Run]:
-        """Concatenated runs of all draws."""
+        """The runs of all draws, one draw after the other."""
         runs: Sequence[Run] = prepared[RUNS]
         return runs
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run] | None:
-        """Sketched runs of all draws; None where one cannot be sketched."""
+        """Runs of all draws without activations, for planning; None if those of a draw cannot be made."""
         sketched = [super(AtOnce, self).sketch(config, draw_cell) for draw_cell in cell["draws"]]
         return None if None in sketched else [run for runs in sketched for run in runs or ()]
 
     def prepare(self, model: Model) -> Mapping[Hashable, Any]:
-        """What each draw prepares, and the runs of all, so that a run's number identifies its draw."""
+        """What each draw prepares, the runs of all draws, and their number up to each draw."""
         prepared = dict(super().prepare(model))
         (whole,) = self.cells(model.config)
         runs = [super(AtOnce, self).runs(prepared, draw_cell) for draw_cell in whole["draws"]]
@@ -209,7 +215,7 @@ class AtOnce(Draws):
     def measure_run(
         self, prepared: Mapping[Hashable, Any], cell: CellLabels, number: int, result: HookCache
     ) -> Any:
-        """Measurement of run `number`, as its draw measures it."""
+        """Measurement of a run (its index in `runs`), as the experiment of its draw makes it."""
         # side="right": the run at a cumulative count belongs to the next draw.
         draw = int(np.searchsorted(prepared[ENDS], number, side="right"))
         return self.measure(prepared, cell["draws"][draw], result)
@@ -226,5 +232,5 @@ class AtOnce(Draws):
         return super().joined(parts)
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """The only cell, unchanged."""
+        """Result of the only cell, unchanged."""
         return parts[0]

@@ -52,45 +52,45 @@ EFFECTS: Mapping[str, Output] = {
     "changed_baseline": Output(("rank",), "1", "probability of these tokens in the baseline"),
     "changed_other": Output(("rank",), "1", "probability of these tokens in the changed run"),
 }
-"""Measurements of one changed run, with the axes of one run. Those of the target are NaN without a target."""
+"""Declared outputs for one changed run; those about the target are NaN if there is no target."""
 OF_BASELINE: Mapping[str, Output] = {
     "baseline_id": Output(("rank",), "1", "most likely next tokens"),
     "baseline_probability": Output(("rank",), "1", "probability of the most likely next tokens"),
     "baseline_first_probability": Output((), "1", "probability of the target's first piece"),
     "baseline_target_logprob": Output((), "nats", "log-probability of the whole target, all its pieces"),
 }
-"""Measurements of the unchanged run."""
+"""Declared outputs for the unchanged run."""
 
 
 def effects_along(*axes: str) -> dict[str, Output]:
-    """Declared outputs of an experiment with one run for each point along `axes`, slowest first."""
+    """Declared outputs of an experiment that makes one run for each point along `axes` (slowest first)."""
     outputs = {name: replace(output, dims=(*axes, *output.dims)) for name, output in EFFECTS.items()}
     return {**outputs, **OF_BASELINE}
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The unchanged run, with which changed runs are compared."""
+    """Result of the unchanged run, with which changed runs are compared."""
 
     config: Architecture
     """Architecture of the model."""
     logits: Floats
-    """float64 [piece, vocab]; row 0 is the prompt's last position."""
+    """Logits float64 [piece, vocab] that predict the target's tokens; row 0 is the prompt's last position."""
     pattern: Mapping[int, npt.NDArray[np.float32]]
-    """Attention pattern by layer, float32 [head, query, key]; only of the layers that were requested."""
+    """Attention patterns float32 [head, query, key] of the requested layers, by layer."""
 
     @classmethod
     def sketch(cls, config: Architecture) -> Baseline:
-        """Placeholder without a loaded model, enough to list the runs."""
+        """Placeholder without results, from which runs can be planned without a loaded model."""
         return cls(config, np.zeros((0, 0)), {})
 
     def weight(self, layer: int, heads: Sequence[int] | None, edges: Sequence[tuple[int, int]]) -> Floats:
-        """Mean attention weight of some edges, float64 [head].
+        """Attention weight averaged over some edges of a layer, float64 [head].
 
         Arguments:
-            layer: layer of the pattern.
-            heads: heads; None for all.
-            edges: (query, key) positions.
+            layer: Layer of the attention pattern.
+            heads: Indices of the heads; None for all.
+            edges: (query position, key position) of each edge.
         """
         return edge_weight(self.pattern[layer], heads, edges)
 
@@ -98,21 +98,21 @@ class Baseline:
 def baseline_run(
     model: Model, tokens: Sequence[int], target: Sequence[int], layers: Iterable[int] = ()
 ) -> Baseline:
-    """Unchanged run of a prompt and its target.
+    """Run a prompt, followed by its target, without intervention.
 
     Arguments:
-        model: the model.
-        tokens: token ids of the prompt.
-        target: token ids of the target's pieces; may be empty.
-        layers: layers whose attention patterns are captured.
+        model: The model.
+        tokens: Token ids of the prompt.
+        target: Token ids of the target; may be empty.
+        layers: Layers whose attention patterns are captured.
 
     Raises:
-        PromptError: for a target outside the vocabulary.
+        PromptError: A token of the target is outside the vocabulary.
     """
     vocab = model.config.vocab_size
     outside = [token for token in target if token >= vocab]
     if outside:
-        raise PromptError(f"expected target ids in 0..{vocab - 1}, found {outside[0]}")
+        raise PromptError(f"expected token ids of the target from 0 to {vocab - 1}, found {outside[0]}")
     ids, want = with_target(tokens, target)
     hooks = HookSpec().capture(*(HookPoint.pattern(layer) for layer in layers))
     result = model.forward(ids, hooks, want=want)
@@ -123,12 +123,12 @@ def baseline_run(
 def edge_weight(
     pattern: npt.NDArray[Any], heads: Sequence[int] | None, edges: Sequence[tuple[int, int]]
 ) -> Floats:
-    """Mean attention weight of some edges, float64 [head].
+    """Attention weight averaged over some edges, float64 [head].
 
     Arguments:
-        pattern: attention weights [head, query, key].
-        heads: heads; None for all.
-        edges: (query, key) positions.
+        pattern: Attention weights [head, query, key].
+        heads: Indices of the heads; None for all.
+        edges: (query position, key position) of each edge.
     """
     queries, keys = zip(*edges, strict=True)
     selected = pattern if heads is None else pattern[list(heads)]
@@ -137,35 +137,40 @@ def edge_weight(
 
 
 def layers_of(layers: Sequence[int] | None, n_layers: int, window: int = 1) -> list[int]:
-    """First layers of the windows of a sweep.
+    """First layer of each window of layers that a sweep changes together.
 
     Arguments:
-        layers: first layers; None for all that leave room for a window.
-        n_layers: number of layers of the model.
-        window: layers per window.
+        layers: First layers; None for all that leave room for a window.
+        n_layers: Number of layers of the model.
+        window: Number of layers of a window.
 
     Raises:
-        InterventionError: for a layer out of range, no layers, or one named twice.
+        InterventionError: A layer is out of range or named twice, there are none, or the window is invalid.
     """
     last = n_layers - window
     if not 1 <= window <= n_layers:
-        raise InterventionError(f"expected a window of 1..{n_layers} layers, found {window}")
+        raise InterventionError(
+            f"expected a window from 1 to {n_layers}, the number of layers, found {window}"
+        )
     starts = list(range(last + 1) if layers is None else as_indices(layers, "layers", InterventionError))
     outside = [layer for layer in starts if not 0 <= layer <= last]
     if outside or not starts or len(set(starts)) != len(starts):
         found = outside[0] if outside else starts or "none"
-        raise InterventionError(f"expected layers in 0..{last}, each once, found {found}")
+        raise InterventionError(
+            f"expected layers from 0 to {last}, each once, found {found}"
+            + (f" (a window has {window} layers)" if window > 1 else "")
+        )
     return starts
 
 
 def with_target(tokens: Sequence[int], target: Sequence[int]) -> tuple[tuple[int, ...], Logits]:
-    """Token ids to run and logits to read, such that every piece of the target is read where it is predicted.
+    """(token ids to run, logits to compute), from which the probability of the whole target can be read.
 
-    These positions are the prompt's last one, and that of each piece but the last.
+    The logits are those of the prompt's last position and of each token of the target but the last.
 
     Arguments:
-        tokens: token ids of the prompt.
-        target: token ids of the target's pieces; may be empty.
+        tokens: Token ids of the prompt.
+        target: Token ids of the target; may be empty.
     """
     if not target:
         return tuple(tokens), Logits(positions=(len(tokens) - 1,))
@@ -175,35 +180,36 @@ def with_target(tokens: Sequence[int], target: Sequence[int]) -> tuple[tuple[int
 
 
 def check_tokens(tokens: Sequence[int], target: Sequence[int] = ()) -> None:
-    """Check token ids without a model.
+    """Check token ids as far as possible without a model.
 
     Arguments:
-        tokens: token ids of the prompt.
-        target: token ids of the target's pieces; may be empty.
+        tokens: Token ids of the prompt.
+        target: Token ids of the target; may be empty.
 
     Raises:
-        PromptError: for an empty prompt, or ids that are not non-negative integers.
+        PromptError: The prompt is empty, or an id is not an integer of at least 0.
     """
     if not tokens:
         raise PromptError("expected a prompt of at least one token, found none")
     for token in (*tokens, *target):
         # bool is a subclass of int: True would pass as token 1.
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise PromptError(f"expected token ids counted from 0, found {token!r}; encode the text first")
+            raise PromptError(
+                f"expected token ids, integers of at least 0, found {token!r}; encode the text first"
+            )
 
 
 def check_target(target: Sequence[int], config: Architecture) -> None:
-    """Check a target against a model.
+    """Check that the model can give the probability of a target.
 
     Arguments:
-        target: token ids of the target's pieces.
-        config: architecture of the model.
+        target: Token ids of the target.
+        config: Architecture of the model.
 
     Raises:
-        ConfigError: for several pieces on a bidirectional model.
+        ConfigError: The target has several tokens, and the model is bidirectional.
     """
-    # With bidirectional attention the pieces behind the prompt would change the prediction they are read
-    # from.
+    # With bidirectional attention, tokens behind the prompt would change the prediction at its end.
     if len(target) > 1:
         config.require_next_token()
 
@@ -212,15 +218,15 @@ def check_words(words: Sequence[int], vocab_size: int) -> None:
     """Check that tokens are in the vocabulary.
 
     Arguments:
-        words: token ids.
-        vocab_size: number of tokens of the model.
+        words: Token ids.
+        vocab_size: Number of tokens in the model's vocabulary.
 
     Raises:
-        PromptError: for an id outside the vocabulary.
+        PromptError: An id is outside the vocabulary.
     """
     outside = [word for word in words if word >= vocab_size]
     if outside:
-        raise PromptError(f"expected token ids in 0..{vocab_size - 1}, found {outside[0]}")
+        raise PromptError(f"expected token ids from 0 to {vocab_size - 1}, found {outside[0]}")
 
 
 def array(values: Any) -> npt.NDArray[np.float32]:
@@ -236,13 +242,13 @@ def read_logits(result: HookCache) -> Floats:
 
 
 def effect(baseline: Floats, changed: Floats, target: Sequence[int], top_k: int) -> dict[str, Any]:
-    """Measurements of `EFFECTS` for one changed run.
+    """How one changed run differs from the unchanged run: the values of `EFFECTS` by name.
 
     Arguments:
-        baseline: logits of the unchanged run, [piece, vocab]; row 0 is the prompt's last position.
-        changed: logits of the changed run, same shape.
-        target: token ids of the pieces; may be empty.
-        top_k: number of most changed tokens.
+        baseline: Logits of the unchanged run [piece, vocab]; row 0 is the prompt's last position.
+        changed: Logits of the changed run, same shape.
+        target: Token ids of the target; may be empty.
+        top_k: Number of most changed tokens.
     """
     before, after = baseline[0], changed[0]
     tokens = top_changed(before, after, top_k)
@@ -262,11 +268,11 @@ def effect(baseline: Floats, changed: Floats, target: Sequence[int], top_k: int)
 def gather(
     measured: Sequence[Mapping[str, Any]], axes: Mapping[str, int]
 ) -> dict[str, tuple[tuple[str, ...], npt.NDArray[Any], dict[str, str]]]:
-    """Measurements of several runs as variables, with units.
+    """Measurements of several runs as variables of a dataset, along the axes of the runs.
 
     Arguments:
-        measured: results of `effect`, one per run.
-        axes: name -> size of each axis of the runs, slowest first.
+        measured: Results of `effect`, one per run.
+        axes: Size of each axis of the runs by name, slowest first.
     """
     variables = {}
     outputs = effects_along(*axes)
@@ -278,12 +284,12 @@ def gather(
 
 
 def of_baseline(baseline: Baseline, target: Sequence[int], top_k: int) -> dict[str, Any]:
-    """Measurements of `OF_BASELINE` as variables.
+    """Measurements of the unchanged run (`OF_BASELINE`) as variables of a dataset.
 
     Arguments:
-        baseline: the unchanged run.
-        target: token ids of the target's pieces; may be empty.
-        top_k: number of most likely tokens.
+        baseline: Result of the unchanged run.
+        target: Token ids of the target; may be empty.
+        top_k: Number of most likely tokens.
     """
     logprob = log_softmax(baseline.logits)
     # Stable, so that ties are resolved by token id.
@@ -299,7 +305,7 @@ def of_baseline(baseline: Baseline, target: Sequence[int], top_k: int) -> dict[s
 
 
 def along_layers(parts: Sequence[xr.Dataset]) -> xr.Dataset:
-    """Datasets of single layers, concatenated along `layer`."""
+    """Results of single layers, concatenated along `layer`."""
     import xarray as xr
 
     whole: xr.Dataset = xr.concat(

@@ -53,7 +53,7 @@ __all__ = ["FactualRouting"]
 
 @dataclass(frozen=True, kw_only=True)
 class FactualRouting(FactPairExperiment):
-    """The subject of every pair patched, block by block, and the attention of the last token to the fact.
+    """Patches the subject in each block of layers, and measures the last token's attention to the fact.
 
     Each pair needs `FactTokens.subject`.
     """
@@ -76,33 +76,34 @@ class FactualRouting(FactPairExperiment):
         """Check the pairs against a model, as `CounterFactPatching` does.
 
         Raises:
-            PromptError: for a pair without subject, or with a subject outside its prompts.
-            StageError: for a model without attention.
+            PromptError: A pair has no subject, or one outside its prompts.
+            StageError: The model has no attention.
         """
         super().check(config)
         weights_of(config)
         for pair in self.pairs:
             if not pair.subject:
                 raise PromptError(
-                    f"{self.name}: expected the subject's positions in both prompts, found none"
+                    f"{self.name}: expected the positions of the subject in both prompts of every pair, "
+                    "found a pair without; set FactTokens.subject"
                 )
             positions, sources = zip(*pair.subject, strict=True)
             in_range("subject", "position", positions, len(pair.original))
             in_range("counterfactual subject", "position", sources, len(pair.counterfactual))
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell per pair, labelled with its subject as well. Raises what `check` raises."""
+        """One cell per pair, with the subject among its labels; raises the errors of `check`."""
         self.check(config)
         return [
             {**cell_of(pair), "subject": [list(place) for place in pair.subject or ()]} for pair in self.pairs
         ]
 
     def prepare(self, model: Model) -> PairRuns:
-        """The model; unpatched runs of a pair, with attention, are computed when first needed."""
+        """Runs without patches, with attention, which are computed when a pair needs them first."""
         return PairRuns(model.config, model, with_attention=True)
 
     def runs(self, prepared: PairRuns, cell: CellLabels) -> Sequence[Run]:
-        """One run per block, capturing the attention weights of every layer."""
+        """One run per block of layers, which captures the attention weights of every layer."""
         # A cell's pair has no subject; its positions are a label of the cell.
         pair, config = pair_of(cell), prepared.config
         patterns = weights_of(config)
@@ -115,7 +116,7 @@ class FactualRouting(FactPairExperiment):
         ]
 
     def measure(self, prepared: PairRuns, cell: CellLabels, result: HookCache) -> tuple[float, int, Floats]:
-        """KL in nats, most likely next token, and attention of the last token to the fact [layer, head]."""
+        """(KL in nats, most likely next token, attention of the last token to the fact [layer, head])."""
         pair = pair_of(cell)
         # Reduced to the fact's positions here: whole patterns grow with the square of the prompt.
         return (*self.changes(prepared, pair, result), attention_to(pair.fact, result))

@@ -42,32 +42,32 @@ __all__ = ["EdgeKnockout", "HeadKnockout"]
 
 @dataclass(frozen=True)
 class _Knockout(LayerSweep):
-    """Base of both knockout sweeps."""
+    """Base class of experiments that cut attention edges or heads, layer by layer."""
 
     edges: tuple[Edge, ...] = ()
-    """(query, key) positions; None on either side for every position."""
+    """(query position, key position) of each edge; None means every position."""
     keeps_self: bool = field(default=False, kw_only=True)
-    """Whether an edge with None leaves out the edge from each position to itself."""
+    """Whether edges with None leave the attention of each position to itself uncut."""
 
     def check(self, config: Architecture) -> None:
-        """Raise InterventionError for edges or heads that do not exist."""
+        """Raise InterventionError if an edge or a head does not exist."""
         for spec in self._specs():
             spec.validate(
                 config.num_layers, config.axis_sizes["head"], len(self.tokens), ahead=config.looks_ahead
             )
 
     def prepare(self, model: Model) -> Baseline:
-        """Unchanged run with the attention patterns of the swept layers."""
+        """Result of the unchanged run, with the attention patterns of the swept layers."""
         # Of the swept layers only: patterns of all layers take layers x heads x length^2 numbers.
         layers = [cell["layer"] for cell in self.cells(model.config)]
         return baseline_run(model, self.tokens, self.target, layers)
 
     def _specs(self) -> list[KnockoutSpec]:
-        """Knockouts of all runs of a cell, without layer."""
+        """Knockout of each run of a cell, before it is assigned to the cell's layer."""
         raise NotImplementedError
 
     def _spec(self, edges: Sequence[Edge]) -> KnockoutSpec:
-        """Knockout of some edges together, in all heads, without layer."""
+        """Knockout that cuts several edges together in all heads, not yet assigned to a layer."""
         spec = KnockoutSpec(keeps_self=self.keeps_self)
         for query, key in edges:
             spec = spec.edge(query, key)
@@ -76,7 +76,7 @@ class _Knockout(LayerSweep):
 
 @dataclass(frozen=True)
 class EdgeKnockout(_Knockout):
-    """Each edge cut by itself in each layer by itself, in all heads or in `heads` together."""
+    """Cuts one edge at a time, in one layer at a time, in all heads or in `heads` together."""
 
     name: ClassVar[str] = "edge_knockout"
     version: ClassVar[int] = 1
@@ -88,10 +88,10 @@ class EdgeKnockout(_Knockout):
     }
 
     heads: tuple[int, ...] | None = None
-    """Head indices in which edges are cut; None for all heads."""
+    """Indices of the heads in which edges are cut; None for all heads."""
 
     def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
-        """One run per edge, cut in the layer of the cell."""
+        """One run per edge, which is cut in the layer of the cell."""
         length = len(self.tokens)
         # No captures: what an edge carried before the cut is read from the unchanged run.
         return [
@@ -107,7 +107,7 @@ class EdgeKnockout(_Knockout):
         resolved = [spec.resolved(len(self.tokens), ahead=ahead) for spec in self._specs()]
         weight = [[prepared.weight(layer, self.heads, edges).mean() for edges in resolved]]
         # -1 stands for "all positions" in an integer coordinate, which cannot hold None.
-        sides = np.array([[-1 if place is None else place for place in edge] for edge in self._places()])
+        positions = np.array([[-1 if side is None else side for side in edge] for edge in self._from_start()])
         return xr.Dataset(
             {
                 **gather(measured, {"layer": 1, "edge": len(resolved)}),
@@ -116,22 +116,23 @@ class EdgeKnockout(_Knockout):
             },
             coords={
                 "layer": [layer],
-                "query": ("edge", sides[:, 0], {"long_name": "query position, -1 for all"}),
-                "key": ("edge", sides[:, 1], {"long_name": "key position, -1 for all"}),
+                "query": ("edge", positions[:, 0], {"long_name": "query position, -1 for all"}),
+                "key": ("edge", positions[:, 1], {"long_name": "key position, -1 for all"}),
             },
         )
 
     def _specs(self) -> list[KnockoutSpec]:
         if not self.edges:
             raise InterventionError(
-                "expected at least one edge to cut, found none; give edges=((query, key),)"
+                "expected at least one attention edge to cut, found none; give positions as "
+                "edges=((query, key),)"
             )
         # One spec per edge: `self.edges` together would be a single run.
         specs = [self._spec([edge]) for edge in self.edges]
         return specs if self.heads is None else [spec.heads(self.heads) for spec in specs]
 
-    def _places(self) -> list[Edge]:
-        """The edges with positions counted from the start."""
+    def _from_start(self) -> list[Edge]:
+        """The edges, with positions counted from the start of the prompt; None stays."""
         length = len(self.tokens)
         return [
             (None if query is None else query % length, None if key is None else key % length)
@@ -141,7 +142,7 @@ class EdgeKnockout(_Knockout):
 
 @dataclass(frozen=True)
 class HeadKnockout(_Knockout):
-    """The same edges cut in one head after another; without edges, whole heads zeroed at every position."""
+    """Cuts the same edges in one head at a time; without edges, one head's output z at a time is zeroed."""
 
     name: ClassVar[str] = "head_knockout"
     version: ClassVar[int] = 1
@@ -153,17 +154,18 @@ class HeadKnockout(_Knockout):
     }
 
     def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
-        """One run per head: the edges cut in it, or its z set to 0 at the positions of the prompt."""
+        """One run per head: its edges are cut, or its z is set to 0 at the positions of the prompt."""
         config, layer = prepared.config, cell["layer"]
         heads = range(config.axis_sizes["head"])
         if self.edges:
             spec, length = self._spec(self.edges).layer(layer), len(self.tokens)
             return [self.run_of(spec.head(head).hooks(config, length)) for head in heads]
-        # Pieces of the target behind the prompt keep their attention; one piece has no position of its own.
-        places = tuple(range(len(self.tokens))) if len(self.target) > 1 else None
+        # Tokens of the target behind the prompt keep their heads; a target of one token is not run.
+        positions = tuple(range(len(self.tokens))) if len(self.target) > 1 else None
         point = HookPoint.z(layer)
         return [
-            self.run_of(HookSpec().intervene(point, Zero(heads=(head,), positions=places))) for head in heads
+            self.run_of(HookSpec().intervene(point, Zero(heads=(head,), positions=positions)))
+            for head in heads
         ]
 
     def dataset(self, prepared: Baseline, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:

@@ -43,7 +43,7 @@ __all__ = ["LayerSweep"]
 
 @dataclass(frozen=True)
 class LayerSweep(Experiment):
-    """A prompt with a target to follow, and one cell per layer."""
+    """Base class of experiments that change one layer, or one window of layers, at a time on one prompt."""
 
     tokens: tuple[int, ...]
     """Token ids of the prompt."""
@@ -51,29 +51,29 @@ class LayerSweep(Experiment):
     layers: tuple[int, ...] | None = None
     """Layers of the sweep, one stored cell each; None for all layers."""
     target: tuple[int, ...] = ()
-    """Token ids of a word whose probability is followed; may be empty."""
+    """Token ids of a word whose probability is measured; may be empty."""
     top_k: int = 10
-    """Number of most changed tokens that the result holds for each run."""
+    """Number of tokens, those of most changed probability, that are stored for each run."""
 
     @abstractmethod
     def check(self, config: Architecture) -> None:
-        """Check the fields against a model. Raises InterventionError or StageError."""
+        """Raise InterventionError or StageError if the fields do not fit the model."""
 
     @property
     def width(self) -> int:
-        """Number of neighbouring layers that are changed together; a cell is labelled with the first."""
+        """Number of neighbouring layers that a cell changes together; the first is the cell's label."""
         return 1
 
     def params(self) -> dict[str, Any]:
-        """All fields but `layers`, which label the cells, so that another layer changes no key."""
+        """Fields that enter the key of results: all except `layers`, which are labels of cells."""
         return {name: value for name, value in vars(self).items() if name != "layers"}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One cell per layer.
 
         Raises:
-            PromptError: for an empty prompt.
-            InterventionError, StageError: what `check` raises.
+            PromptError: The prompt is empty.
+            InterventionError, StageError: The fields do not fit the model (`check`).
         """
         check_tokens(self.tokens, self.target)
         check_target(self.target, config)
@@ -81,15 +81,15 @@ class LayerSweep(Experiment):
         return [{"layer": layer} for layer in layers_of(self.layers, config.num_layers, self.width)]
 
     def changed(self, cell: CellLabels) -> range:
-        """Layers that a cell changes together."""
+        """Layers that the runs of a cell change together."""
         # A window is labelled by its first layer, unlike that of a patching grid, which is centred.
         return range(cell["layer"], cell["layer"] + self.width)
 
     def prepare(self, model: Model) -> Baseline:
-        """The unchanged run, without attention patterns.
+        """Result of the unchanged run, without attention patterns.
 
         Raises:
-            PromptError: for a target outside the vocabulary.
+            PromptError: A token of the target is outside the vocabulary.
         """
         return baseline_run(model, self.tokens, self.target)
 
@@ -106,6 +106,6 @@ class LayerSweep(Experiment):
         return along_layers(parts)
 
     def run_of(self, hooks: HookSpec) -> Run:
-        """A run of the prompt, followed by the target's pieces, under `hooks`."""
+        """Run of the prompt, followed by the target, with interventions and captures `hooks`."""
         ids, want = with_target(self.tokens, self.target)
         return Run(ids, hooks, want)

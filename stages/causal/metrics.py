@@ -43,8 +43,8 @@ def kl_divergence(baseline: Any, other: Any) -> Floats:
     """KL(softmax(baseline) || softmax(other)) in nats, float64 [...]; leading axes broadcast.
 
     Arguments:
-        baseline: logits [..., vocab].
-        other: logits [..., vocab].
+        baseline: Logits [..., vocab].
+        other: Logits [..., vocab].
     """
     p, q = log_softmax(baseline), log_softmax(other)
     divergence: Floats = (np.exp(p) * (p - q)).sum(-1)
@@ -56,8 +56,8 @@ def kl_gradient(baseline: Any, other: Any) -> Floats:
     """Gradient of KL(softmax(baseline) || softmax(other)) with respect to `other`, float64 [..., vocab].
 
     Arguments:
-        baseline: logits [..., vocab].
-        other: logits [..., vocab].
+        baseline: Logits [..., vocab].
+        other: Logits [..., vocab].
     """
     # d/dz KL(p || softmax(z)) = softmax(z) - p.
     gradient: Floats = np.exp(log_softmax(other)) - np.exp(log_softmax(baseline))
@@ -65,15 +65,15 @@ def kl_gradient(baseline: Any, other: Any) -> Floats:
 
 
 def logit_difference(logits: Any, token: int, other: int) -> Floats:
-    """logits[token] - logits[other], float64 [...].
+    """Difference of two tokens' logits, logits[token] - logits[other], float64 [...].
 
     Arguments:
-        logits: [..., vocab].
-        token: token id.
-        other: token id whose logit is subtracted.
+        logits: Logits [..., vocab].
+        token: Id of the token.
+        other: Id of the token whose logit is subtracted.
 
     Raises:
-        PromptError: for an id outside the vocabulary.
+        PromptError: An id is outside the vocabulary.
     """
     values = np.asarray(logits, np.float64)
     _check(values, token, other)
@@ -131,10 +131,10 @@ def probability_gradient(logits: Any, token: int) -> Floats:
 
 @dataclass(frozen=True)
 class TokenChange:
-    """Change of one token's probability by an intervention."""
+    """A token's probability without and with an intervention."""
 
     token_id: int
-    """Index in the vocabulary."""
+    """Id of the token."""
     baseline: float
     """Probability in the run without the intervention."""
     other: float
@@ -142,17 +142,17 @@ class TokenChange:
 
     @property
     def difference(self) -> float:
-        """other - baseline: positive where the token became more likely."""
+        """Change of the probability, other - baseline: positive if the token became more likely."""
         return self.other - self.baseline
 
 
 def top_changed(baseline: Any, other: Any, k: int = 10) -> list[TokenChange]:
-    """The k tokens whose probability changed most, by absolute change; ties by token id.
+    """The k tokens with the largest absolute change of probability; the lower token id wins ties.
 
     Arguments:
-        baseline: logits [vocab] without the intervention.
-        other: logits [vocab] with it.
-        k: number of tokens.
+        baseline: Logits [vocab] without the intervention.
+        other: Logits [vocab] with the intervention.
+        k: Number of tokens.
     """
     p, q = np.exp(log_softmax(baseline)), np.exp(log_softmax(other))
     # Stable, so that ties are resolved by token id on every platform.
@@ -161,8 +161,9 @@ def top_changed(baseline: Any, other: Any, k: int = 10) -> list[TokenChange]:
 
 
 def _check(logits: npt.NDArray[Any], *tokens: int) -> None:
+    """Raise PromptError if a token id is outside the vocabulary, the last axis of the logits."""
     # A negative id would silently count from the end of the vocabulary.
     size = logits.shape[-1] if logits.ndim else 0
     for token in tokens:
         if not 0 <= token < size:
-            raise PromptError(f"expected a token id in 0..{size - 1}, found {token}")
+            raise PromptError(f"expected a token id from 0 to {size - 1}, found {token}")

@@ -38,21 +38,21 @@ __all__ = ["RandomPushes", "Undisturbed"]
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """States of the unsteered run, and the vectors whose norm the random directions get."""
+    """States of the unsteered run, and the contrastive vectors whose norms the random directions get."""
 
     last: Array
     """State of the last token after each layer, float32 [layer, hidden]."""
     at_push: Array
     """State at the steered position after each layer, float32 [layer, hidden]."""
     vectors: Array
-    """Contrastive vectors [layer, hidden]."""
+    """Contrastive vector of each layer [layer, hidden]."""
 
 
 @dataclass(frozen=True)
 class RandomPushes(Pushes):
-    """A random direction of the contrastive vector's norm added after each layer by itself.
+    """Adds a random direction, with the norm of the contrastive vector, after one layer at a time.
 
-    The other fields are those of `Pushes`.
+    Fields other than `draw` are those of `Pushes`.
     """
 
     name: ClassVar[str] = "random_pushes"
@@ -75,12 +75,12 @@ class RandomPushes(Pushes):
 
     @property
     def baseline(self) -> Hashable:
-        """All fields on which `prepare` depends: not the draw, the strengths or the layers."""
+        """Fields on which `prepare` depends; experiments that agree in them share its result."""
         # Draws that agree in these share one unsteered run and one set of vectors.
         return (self.tokens, self.position, self.contrast)
 
     def prepare(self, model: Model) -> Undisturbed:
-        """Unsteered run, and the contrastive vectors."""
+        """States of the unsteered run, and the contrastive vectors."""
         result = model.forward(self.tokens, HookSpec().capture("blocks.*.hook_resid_post"), want=None)
         states = np.stack([array(result[point][0]) for point in result])
         return Undisturbed(
@@ -90,7 +90,7 @@ class RandomPushes(Pushes):
         )
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell for all layers, as a draw is small; checks as those of `Pushes.cells`."""
+        """One cell for all layers, because a draw is small; raises the errors of `Pushes.cells`."""
         return [{"layers": [cell["layer"] for cell in super().cells(config)]}]
 
     def runs(self, prepared: Undisturbed, cell: CellLabels) -> list[Run]:
@@ -123,6 +123,6 @@ class RandomPushes(Pushes):
         )
 
     def directions(self, prepared: Undisturbed) -> Array:
-        """Random directions of this draw, of the contrastive vectors' norms, float32 [layer, hidden]."""
+        """Random directions of this draw, with the contrastive vectors' norms, float32 [layer, hidden]."""
         directions: Array = random_directions(prepared.vectors, 1, seed=self.draw)[0]
         return directions

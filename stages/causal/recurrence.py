@@ -48,16 +48,16 @@ _SHORTEST = 1e-8
 
 @dataclass(frozen=True)
 class Trial:
-    """One prompt under one recurrence.
+    """A prompt, and how a block of layers is repeated with feedback while it is continued.
 
     Raises:
-        ConfigError: without words, or for an invalid recurrence.
+        ConfigError: There are no words, or the layers, depth or strength are invalid.
     """
 
     prompt: tuple[int, ...]
-    """Token ids."""
+    """Token ids of the prompt."""
     words: tuple[int, ...]
-    """Last token of each word that is followed; their mean unembedding row is the feedback."""
+    """Last token of each word whose probability is measured; their mean unembedding row is the feedback."""
     loop_start: int = 0
     """First layer of the repeated block."""
     loop_end: int = 0
@@ -65,9 +65,9 @@ class Trial:
     depth: int = 1
     """Number of passes through the block; 1 is a plain forward pass."""
     strength: float | None = None
-    """Factor of the unit-norm direction; None for no feedback."""
+    """Factor by which the feedback direction, of norm 1, is multiplied; None for no feedback."""
     sustained: bool = False
-    """Whether feedback continues at generated tokens; see `RecurrentPass`."""
+    """Whether feedback is also added at generated tokens; see `RecurrentPass`."""
     draw: int | None = None
     """Index of a random direction that replaces the words' direction; None for the words' own."""
     seed: int = 0
@@ -75,18 +75,21 @@ class Trial:
 
     def __post_init__(self) -> None:
         if not self.words:
-            raise ConfigError("expected words to follow and to feed, found none")
+            raise ConfigError(
+                "expected at least one word, whose probability is measured and whose direction is fed back, "
+                "found none; set words"
+            )
         # Made and discarded: RecurrentPass checks layers, depth and strength, which do not need the
         # direction.
         self.fed(np.zeros(1, np.float32))
 
     def fed(self, direction: npt.NDArray[np.float32]) -> RecurrentPass:
-        """The recurrent pass that feeds `direction`, float32 [hidden], at the last token of the prompt."""
+        """Recurrent pass that adds `direction`, float32 [hidden], at the last token of the prompt."""
         feedback = [] if self.strength is None else [(len(self.prompt) - 1, direction, self.strength)]
         return RecurrentPass(self.loop_start, self.loop_end, self.depth, feedback, self.sustained)
 
     def labels(self) -> dict[str, Any]:
-        """Plain values that determine the numbers; without draw and seed where no direction is drawn."""
+        """Fields that determine the result, as plain values; draw and seed only if a direction is random."""
         labels = asdict(self)
         if self.draw is None:
             del labels["draw"], labels["seed"]
@@ -95,10 +98,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class RecurrentContinuation(Experiment):
-    """Prompts continued under recurrences, and the probability of the words directly after each prompt.
+    """Continues prompts with repeated layers and feedback, and measures the probability of words after them.
 
     Raises:
-        ConfigError: for settings that sample, or that name no end-of-sequence ids.
+        ConfigError: The settings sample, or name no end-of-sequence ids.
     """
 
     name: ClassVar[str] = "recurrent_continuation"
@@ -118,26 +121,27 @@ class RecurrentContinuation(Experiment):
     reads_text: ClassVar[bool] = True
 
     groups: tuple[tuple[Trial, ...], ...]
-    """Trials stored together as one cell, such as all prompts under one condition."""
+    """Trials that are stored together as one cell, such as all prompts under one condition."""
     settings: GenerationSettings
-    """As for `generate`, at temperature 0, with explicit end-of-sequence ids."""
+    """Settings of the generation, with temperature 0 and explicit end-of-sequence ids."""
 
     def __post_init__(self) -> None:
         if self.settings.eos is None or self.settings.temperature:
             raise ConfigError(
-                "recurrent_continuation: expected the likeliest tokens up to ids that are named, found eos="
-                f"{self.settings.eos}, temperature={self.settings.temperature}; give eos=(…), temperature=0"
+                "recurrent_continuation: expected explicit end-of-sequence ids and temperature 0, found "
+                f"eos={self.settings.eos}, temperature={self.settings.temperature}; give eos=(...), "
+                "temperature=0"
             )
 
     def params(self) -> dict[str, Any]:
-        """Generation settings without the seed; trials label the cells."""
+        """Fields that enter the key of results: the settings without the seed. Trials are labels of cells."""
         return {name: value for name, value in vars(self.settings).items() if name != "seed"}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One cell per group.
 
         Raises:
-            ConfigError: for layers that the model does not have.
+            ConfigError: A trial names layers that the model does not have.
         """
         for trial in chain.from_iterable(self.groups):
             RecurrentPass(trial.loop_start, trial.loop_end).check(config, len(trial.prompt))
@@ -148,7 +152,7 @@ class RecurrentContinuation(Experiment):
         return model
 
     def runs(self, prepared: Model, cell: CellLabels) -> Sequence[Run]:
-        """None: see `prepare`."""
+        """No planned runs, because each step depends on the token before."""
         return []
 
     def measure(self, prepared: Model, cell: CellLabels, result: HookCache) -> None:
@@ -162,7 +166,7 @@ class RecurrentContinuation(Experiment):
         return self.joined([self._trial(prepared, trial) for trial in trials])
 
     def _trial(self, model: Model, trial: Trial) -> xr.Dataset:
-        """Dataset of one trial."""
+        """Continuation of one trial, and the probability and rank of its words after the prompt."""
         import xarray as xr
 
         from ..forward.generation.generate import TokenStream
@@ -181,7 +185,9 @@ class RecurrentContinuation(Experiment):
             "generated_text": [result.generated_text or ""],
             **{
                 name: np.array([value])
-                for name, value in _among(logits.double().log_softmax(-1).cpu().numpy(), trial.words).items()
+                for name, value in _word_measures(
+                    logits.double().log_softmax(-1).cpu().numpy(), trial.words
+                ).items()
             },
         }
         return xr.Dataset(
@@ -200,14 +206,14 @@ class RecurrentContinuation(Experiment):
 
 @plain_torch()
 def words_direction(model: Model, words: Sequence[int]) -> npt.NDArray[np.float32]:
-    """Unit-norm mean of the unembedding rows of some tokens, float32 [hidden].
+    """Direction of some tokens: the mean of their unembedding rows, scaled to norm 1, float32 [hidden].
 
     Arguments:
-        model: the model.
-        words: token ids.
+        model: The model.
+        words: Token ids.
 
     Raises:
-        ConfigError: for a model whose LM head is not a linear map of the residual stream.
+        ConfigError: The model's LM head is not a linear map of the residual stream.
     """
     model.config.require_linear_head()
     rows = model.network.unembedding[list(words)].double().mean(0)
@@ -217,7 +223,7 @@ def words_direction(model: Model, words: Sequence[int]) -> npt.NDArray[np.float3
 
 
 def _direction(model: Model, trial: Trial) -> npt.NDArray[np.float32]:
-    """Direction that a trial feeds back: that of its words, or a random one of equal norm."""
+    """Direction that a trial feeds back, float32 [hidden]: its words' direction, or a random one."""
     direction = words_direction(model, trial.words)
     if trial.draw is None:
         return direction
@@ -228,12 +234,12 @@ def _direction(model: Model, trial: Trial) -> npt.NDArray[np.float32]:
     return random_direction
 
 
-def _among(logprobs: npt.NDArray[np.float64], words: Sequence[int]) -> dict[str, Any]:
-    """Probability and rank of some words.
+def _word_measures(logprobs: npt.NDArray[np.float64], words: Sequence[int]) -> dict[str, Any]:
+    """Probability and rank of some words as next tokens, as outputs of `RecurrentContinuation` by name.
 
     Arguments:
-        logprobs: log-probabilities of the whole vocabulary in nats, float64 [vocab].
-        words: token ids; repeated ones count once.
+        logprobs: Log-probabilities of the whole vocabulary in nats, float64 [vocab].
+        words: Token ids of the words; repeated ones count once.
     """
     # Unique, so that a token shared by two words adds its probability once.
     word_ids = np.unique(np.array(words))
@@ -253,4 +259,5 @@ def _among(logprobs: npt.NDArray[np.float64], words: Sequence[int]) -> dict[str,
 
 
 def _hashable(value: Any) -> Any:
+    """The value, with a list turned into a tuple."""
     return tuple(value) if isinstance(value, list) else value

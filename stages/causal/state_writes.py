@@ -57,28 +57,28 @@ WRITE_SCALES = (-1.0, 0.0, 0.5, 1.0, 2.0, 4.0)
 
 @dataclass(frozen=True)
 class _StateWriteSweep(LayerSweep):
-    """Base of sweeps over writes to the recurrent state."""
+    """Base class of experiments that change writes to the recurrent state, layer by layer."""
 
     window: int = field(default=1, kw_only=True)
-    """Number of neighbouring layers changed together, from the labelled one on."""
+    """Number of neighbouring layers that are changed together; the first is the cell's label."""
     heads: tuple[int, ...] | None = field(default=None, kw_only=True)
-    """Head indices whose state is changed; None for all heads."""
+    """Indices of the heads whose state is changed; None for all heads."""
 
     @property
     def width(self) -> int:
-        """Number of neighbouring layers changed together."""
+        """Number of neighbouring layers that are changed together."""
         return self.window
 
     def _variables(
         self, prepared: Baseline, cell: CellLabels, measured: Sequence[Any], axes: Mapping[str, Sequence[Any]]
     ) -> xr.Dataset:
-        """Effects [layer, *axes] of one cell, and measurements of the unchanged run.
+        """Result of one cell: effects [layer, *axes], and measurements of the unchanged run.
 
         Arguments:
-            prepared: the unchanged run.
-            cell: labels of the cell.
-            measured: results of `effect`, one per run.
-            axes: coordinate labels by name of the axis, slowest first.
+            prepared: Result of the unchanged run.
+            cell: Labels of the cell.
+            measured: Results of `effect`, one per run.
+            axes: Coordinate labels by name of the axis, slowest first.
         """
         import xarray as xr
 
@@ -91,7 +91,7 @@ class _StateWriteSweep(LayerSweep):
 
 @dataclass(frozen=True)
 class StateKnockout(_StateWriteSweep):
-    """The write of each position knocked out by itself, in each layer or window of layers."""
+    """Knocks out the write of one position at a time, in one layer (or window of layers) at a time."""
 
     name: ClassVar[str] = "state_knockout"
     version: ClassVar[int] = 1
@@ -104,19 +104,19 @@ class StateKnockout(_StateWriteSweep):
         """Check the fields against a model.
 
         Raises:
-            InterventionError: for a model without a recurrent state, or positions or heads that do not exist.
+            InterventionError: The model has no recurrent state, or positions or heads do not exist.
         """
         self._spec(self._positions()).validate(config, len(self.tokens))
 
     def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
-        """One run per position, its write knocked out in all layers of the cell."""
-        specs = [self._spec([place]).layers(self.changed(cell)) for place in self._positions()]
+        """One run per position, whose write is knocked out in all layers of the cell."""
+        specs = [self._spec([position]).layers(self.changed(cell)) for position in self._positions()]
         return [self.run_of(spec.hooks(prepared.config, len(self.tokens))) for spec in specs]
 
     def dataset(self, prepared: Baseline, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """Effects [layer, position]; positions count from the start."""
-        places = [place % len(self.tokens) for place in self._positions()]
-        return self._variables(prepared, cell, measured, {"position": places})
+        from_start = [position % len(self.tokens) for position in self._positions()]
+        return self._variables(prepared, cell, measured, {"position": from_start})
 
     def _positions(self) -> Sequence[int]:
         return range(len(self.tokens)) if self.positions is None else self.positions
@@ -128,7 +128,7 @@ class StateKnockout(_StateWriteSweep):
 
 @dataclass(frozen=True)
 class StateSteering(_StateWriteSweep):
-    """The writes of some positions multiplied together by several scales, in each layer or window."""
+    """Scales the writes of some positions together: one run per dose, in one layer or window at a time."""
 
     name: ClassVar[str] = "state_steering"
     version: ClassVar[int] = 1
@@ -137,22 +137,22 @@ class StateSteering(_StateWriteSweep):
     positions: tuple[int, ...]
     """Positions whose writes are scaled together."""
     doses: tuple[float, ...] = WRITE_SCALES
-    """Scales, distinct; 0 is a knockout, 1 changes nothing."""
+    """Factors of the writes, distinct; 0 is a knockout, 1 changes nothing."""
 
     def check(self, config: Architecture) -> None:
         """Check the fields against a model.
 
         Raises:
-            StageError: for missing or repeated doses.
-            InterventionError: for a model without a recurrent state, positions or heads that do not exist, or
-                a scale that is not finite.
+            StageError: Doses are missing or repeated.
+            InterventionError: The model has no recurrent state, positions or heads do not exist, or a dose is
+                infinite or NaN.
         """
         check_doses(self.doses)
         for dose in self.doses:
             self._spec(dose).hooks(config, len(self.tokens))
 
     def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
-        """One run per dose, in all layers of the cell."""
+        """One run per dose, which scales the writes in all layers of the cell."""
         specs = [self._spec(dose).layers(self.changed(cell)) for dose in self.doses]
         return [self.run_of(spec.hooks(prepared.config, len(self.tokens))) for spec in specs]
 
@@ -167,7 +167,7 @@ class StateSteering(_StateWriteSweep):
 
 @dataclass(frozen=True)
 class _WritesOfRun(Baseline):
-    """The unchanged run, with the keys and values that its tokens write."""
+    """Result of the unchanged run, with the keys and values that its tokens write to the state."""
 
     keys: Mapping[int, npt.NDArray[np.float32]]
     """Keys by layer, float32 [head, position, width]."""
@@ -177,7 +177,7 @@ class _WritesOfRun(Baseline):
 
 @dataclass(frozen=True)
 class RandomWrites(_StateWriteSweep):
-    """Null of a state knockout: random values of equal norm written in place of each value, then left out.
+    """Null distribution of a state knockout: effect of leaving out a random write of equal norm.
 
     For real and random writes alike, the effect is the distance from the run with the write to the run
     without any: KL(with u || without) for a random value u, |u| = |v| in every head, and KL(with v ||
@@ -185,7 +185,7 @@ class RandomWrites(_StateWriteSweep):
     k v^T would be a different comparison: without v the read vector shrinks, without u it turns.
 
     Raises:
-        StageError: for fewer than one draw.
+        StageError: `draws` is below 1.
     """
 
     name: ClassVar[str] = "random_writes"
@@ -193,22 +193,24 @@ class RandomWrites(_StateWriteSweep):
     outputs: ClassVar[Mapping[str, Output]] = effects_along("layer", "position", "draw_of_write")
 
     positions: tuple[int, ...]
-    """Positions whose writes are replaced."""
+    """Positions whose values are replaced by random ones."""
     draws: int = 20
     """Number of random values per position."""
     seed: int = 0
-    """Random seed, mixed with layer and position into independent directions."""
+    """Seed of the random values, combined with layer and position."""
 
     def check(self, config: Architecture) -> None:
-        """Raise InterventionError as a knockout does, StageError for fewer than one draw."""
+        """Raise InterventionError if the write cannot be knocked out, StageError if `draws` is below 1."""
         if self.draws < 1:
-            raise StageError(f"{self.name}: expected at least one draw, found {self.draws}")
+            raise StageError(
+                f"{self.name}: expected at least one draw for the null distribution, found draws={self.draws}"
+            )
         StateKnockoutSpec(chosen_heads=self.heads).positions(self.positions).validate(
             config, len(self.tokens)
         )
 
     def prepare(self, model: Model) -> _WritesOfRun:
-        """Unchanged run with the keys and values of every layer."""
+        """Result of the unchanged run, with the keys and values of every layer."""
         unchanged, layers = super().prepare(model), range(model.config.num_layers)
         points = [HookPoint(kind, layer) for kind in ("rwkv_k", "rwkv_v") for layer in layers]
         # A pass of its own over the prompt alone: the baseline run also reads the pieces of the target.
@@ -220,18 +222,18 @@ class RandomWrites(_StateWriteSweep):
         return _WritesOfRun(unchanged.config, unchanged.logits, unchanged.pattern, keys, values)
 
     def runs(self, prepared: _WritesOfRun, cell: CellLabels) -> list[Run]:
-        """For each position, the run without its write, then one run per draw."""
-        return [run for place in self._places for run in self._runs(prepared, cell, place)]
+        """For each position, the run without its write, then one run per random value."""
+        return [run for position in self._from_start for run in self._runs_at(prepared, cell, position)]
 
-    def _runs(self, written: _WritesOfRun, cell: CellLabels, place: int) -> list[Run]:
+    def _runs_at(self, written: _WritesOfRun, cell: CellLabels, position: int) -> list[Run]:
+        """The run without the write of a position, and runs with random values written in its place."""
         layers = self.changed(cell)
-        without = self._spec(place).layers(layers).hooks(written.config, len(self.tokens))
+        without = self._spec(position).layers(layers).hooks(written.config, len(self.tokens))
         with_random = [HookSpec() for _ in range(self.draws)]
         for layer in layers:
-            key, value = (by_layer[layer][:, place] for by_layer in (written.keys, written.values))
-            # SeedSequence mixes the three numbers: seed + layer + position would repeat directions across
-            # layers.
-            (seed,) = np.random.SeedSequence([self.seed, layer, place]).generate_state(1).tolist()
+            key, value = (by_layer[layer][:, position] for by_layer in (written.keys, written.values))
+            # SeedSequence mixes the three numbers: their sum would repeat directions across layers.
+            (seed,) = np.random.SeedSequence([self.seed, layer, position]).generate_state(1).tolist()
             random_values = random_directions(value, self.draws, seed=seed)
             for draw, random_value in enumerate(random_values):
                 # The state holds k v^T: adding k (u - v)^T replaces the write of v by that of u.
@@ -239,12 +241,13 @@ class RandomWrites(_StateWriteSweep):
                 # The payload of an intervention on some heads has those heads only.
                 selected = change if self.heads is None else change[list(self.heads)]
                 with_random[draw] = with_random[draw].intervene(
-                    HookPoint("rwkv_state_seq", layer), Add(selected, positions=(place,), heads=self.heads)
+                    HookPoint("rwkv_state_seq", layer),
+                    Add(selected, positions=(position,), heads=self.heads),
                 )
         return [self.run_of(spec) for spec in (without, *with_random)]
 
     def sketch(self, config: Architecture, cell: CellLabels) -> list[Run]:
-        """The runs with constants in place of keys and values."""
+        """The runs with constants in place of keys and values, for planning."""
         sizes = config.axis_sizes
         ones = np.ones((sizes["head"], len(self.tokens), sizes["key"]), np.float32)
         by_layer = dict.fromkeys(range(config.num_layers), ones)
@@ -252,7 +255,7 @@ class RandomWrites(_StateWriteSweep):
         return self.runs(_WritesOfRun(config, unchanged.logits, unchanged.pattern, by_layer, by_layer), cell)
 
     def measure(self, prepared: Baseline, cell: CellLabels, result: HookCache) -> Floats:
-        """Logits [piece, vocab]: they are compared with another run of the same cell, in `dataset`."""
+        """Logits of one run [piece, vocab], which `dataset` compares with another run of the cell."""
         return read_logits(result)
 
     def dataset(self, prepared: Baseline, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
@@ -262,13 +265,14 @@ class RandomWrites(_StateWriteSweep):
         for start in range(0, len(measured), self.draws + 1):
             without, *with_random = measured[start : start + self.draws + 1]
             effects += [effect(logits, without, self.target, self.top_k) for logits in with_random]
-        axes = {"position": self._places, "draw_of_write": range(self.draws)}
+        axes = {"position": self._from_start, "draw_of_write": range(self.draws)}
         return self._variables(prepared, cell, effects, axes)
 
-    def _spec(self, place: int) -> StateKnockoutSpec:
-        spec = StateKnockoutSpec().position(place)
+    def _spec(self, position: int) -> StateKnockoutSpec:
+        spec = StateKnockoutSpec().position(position)
         return spec if self.heads is None else spec.heads(self.heads)
 
     @property
-    def _places(self) -> list[int]:
-        return [place % len(self.tokens) for place in self.positions]
+    def _from_start(self) -> list[int]:
+        """The positions, counted from the start of the prompt."""
+        return [position % len(self.tokens) for position in self.positions]

@@ -66,12 +66,12 @@ DOSE_LEVELS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0)
 _NONE = 1e-10
 """Attention weight below which an edge counts as absent."""
 _OVER = "mean over edges and steered layers"
-"""Part of the descriptions of attention weights."""
+"""Phrase that the descriptions of several outputs share."""
 
 
 @dataclass(frozen=True)
 class DoseResponse(LayerSweep):
-    """The same edges scaled by several doses, in each layer or window of layers."""
+    """Scales the attention weights of some edges by one dose at a time, in one layer or window at a time."""
 
     name: ClassVar[str] = "dose_response"
     version: ClassVar[int] = 1
@@ -86,27 +86,27 @@ class DoseResponse(LayerSweep):
     }
 
     edges: tuple[Edge, ...]
-    """(query, key) positions; None on either side for every position."""
+    """(query position, key position) of each edge; None means every position."""
     doses: tuple[float, ...] = DOSE_LEVELS
-    """Factors, or target weights if `kind` is "set_value"; distinct."""
+    """Factors of the weights, or new weights if `kind` is "set_value"; distinct."""
     window: int = 1
-    """Number of neighbouring layers steered together, from the labelled one on."""
+    """Number of neighbouring layers that are steered together; the first is the cell's label."""
     heads: tuple[int, ...] | None = None
-    """Head indices in which edges are steered; None for all heads."""
+    """Indices of the heads in which edges are steered; None for all heads."""
     kind: Literal["scale", "set_value"] = "scale"
-    """"scale" multiplies weights, "set_value" replaces them, before rows are renormalised."""
+    """"scale" multiplies weights, "set_value" replaces them; then rows are renormalised to sum 1."""
 
     @property
     def width(self) -> int:
-        """Number of neighbouring layers steered together."""
+        """Number of neighbouring layers that are steered together."""
         return self.window
 
     def check(self, config: Architecture) -> None:
         """Check the fields against a model.
 
         Raises:
-            StageError: for missing or repeated doses.
-            InterventionError: for edges or heads that do not exist.
+            StageError: Doses are missing or repeated.
+            InterventionError: An edge or a head does not exist.
         """
         check_doses(self.doses)
         for dose in self.doses:
@@ -115,13 +115,13 @@ class DoseResponse(LayerSweep):
             )
 
     def prepare(self, model: Model) -> Baseline:
-        """Unchanged run with the attention patterns of the steered layers."""
+        """Result of the unchanged run, with the attention patterns of the steered layers."""
         # A set: windows of neighbouring cells overlap, and each layer is captured once.
         steered = {layer for cell in self.cells(model.config) for layer in self.changed(cell)}
         return baseline_run(model, self.tokens, self.target, sorted(steered))
 
     def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
-        """One run per dose, capturing the attention patterns of the steered layers."""
+        """One run per dose, which captures the attention patterns of the steered layers."""
         points = [HookPoint.pattern(layer) for layer in self.changed(cell)]
         hooks = [
             self._spec(dose).layers(self.changed(cell)).hooks(prepared.config, len(self.tokens))
@@ -130,7 +130,7 @@ class DoseResponse(LayerSweep):
         return [self.run_of(spec.capture(*points)) for spec in hooks]
 
     def measure(self, prepared: Baseline, cell: CellLabels, result: HookCache) -> dict[str, Any]:
-        """Effects of one run, and the mean weight of the edges in it, float64 [head]."""
+        """Effects of one run by name, and `weight`, the attention weight of the edges, float64 [head]."""
         patterns = [array(result[HookPoint.pattern(layer)][0]) for layer in self.changed(cell)]
         weight = np.mean(
             [edge_weight(pattern, self.heads, self._resolved(prepared.config)) for pattern in patterns],
@@ -168,13 +168,13 @@ class DoseResponse(LayerSweep):
         )
 
     def _resolved(self, config: Architecture) -> tuple[tuple[int, int], ...]:
-        """The steered edges as pairs of positions, None resolved."""
+        """(query position, key position) of each steered edge, with None replaced by all positions."""
         # Of the first dose: edges are the same for all.
         return self._spec(self.doses[0]).resolved(len(self.tokens), ahead=config.looks_ahead)
 
     def _spec(self, dose: float) -> SteeringSpec:
         if self.kind not in ("scale", "set_value"):
-            raise StageError(f"expected kind to be 'scale' or 'set_value', found {self.kind!r}")
+            raise StageError(f"{self.name}: expected kind to be 'scale' or 'set_value', found {self.kind!r}")
         spec = SteeringSpec.scale(dose) if self.kind == "scale" else SteeringSpec.set_value(dose)
         for query, key in self.edges:
             spec = spec.edge(query, key)
@@ -182,41 +182,45 @@ class DoseResponse(LayerSweep):
 
 
 def check_doses(doses: Sequence[float]) -> None:
-    """Raise StageError for no doses, or repeated ones."""
+    """Raise StageError if there are no doses, or a dose is repeated."""
     if not doses or len(set(doses)) != len(doses):
         found = list(doses) or "none"
-        raise StageError(f"expected doses, each once, found {found}; DOSE_LEVELS is a good start")
+        raise StageError(
+            f"expected at least one dose, and each dose once, found {found}; for example doses=(0.5, 1.0, "
+            "2.0)"
+        )
 
 
 def measure_attention_to_targets(pattern: Any, query: int, keys: Sequence[int]) -> float:
-    """Mean weight that a query gives to some keys, over all leading axes (layers, prompts, heads).
+    """Attention weight from a query to some keys, averaged over keys and leading axes (layers, heads, ...).
 
     Arguments:
-        pattern: [..., query, key], an array, a DataArray or a tensor on the CPU.
-        query: position; negative counts from the end.
-        keys: positions; negative ones count from the end.
+        pattern: Attention weights [..., query, key]: an array, a DataArray or a tensor on the CPU.
+        query: Query position; negative ones count from the end.
+        keys: Key positions; negative ones count from the end.
 
     Raises:
-        InterventionError: for a position out of range, or no keys.
+        InterventionError: A position is out of range, or there are no keys.
     """
     weights = np.asarray(pattern, np.float64)
     n_queries, n_keys = weights.shape[-2:]
     if not len(keys):
-        raise InterventionError("expected at least one key to measure attention to, found none")
-    for name, position, size in (("a query", query, n_queries), *(("keys", key, n_keys) for key in keys)):
+        raise InterventionError("expected at least one key position to measure attention to, found none")
+    for name, position, size in (("query", query, n_queries), *(("key", key, n_keys) for key in keys)):
         if not -size <= position < size:
             raise InterventionError(
-                f"expected {name} in 0..{size - 1} (or negative, from the end), found {position}"
+                f"expected a {name} position from {-size} to {size - 1} (negative: from the end), found "
+                f"{position}"
             )
     return float(weights[..., query, :][..., list(keys)].mean())
 
 
 def steered_weight(weight: Any, factor: float) -> Any:
-    """Weight after scaling and renormalising: f a / (1 + (f - 1) a), elementwise.
+    """Attention weight after scaling one edge and renormalising its row: f a / (1 + (f - 1) a), elementwise.
 
     Arguments:
-        weight: attention weight a, a number or an array.
-        factor: factor f > 0.
+        weight: Attention weight a before, a number or an array.
+        factor: Factor f > 0.
 
     >>> steered_weight(0.25, 2.0)
     0.4
@@ -225,16 +229,17 @@ def steered_weight(weight: Any, factor: float) -> Any:
 
 
 def exact_factor(weights: Any, target: float) -> float:
-    """Factor that gives the mean of some weights a target value, renormalisation included.
+    """Factor that brings the mean of some attention weights to a target, renormalisation included.
 
     One weight a: t (1 - a) / (a (1 - t)). Several: by bisection, as the mean is monotonic in the factor.
 
     Arguments:
-        weights: one weight per steered row (the heads of a query).
-        target: mean weight to reach.
+        weights: One attention weight per steered row (for example one per head of a query).
+        target: Mean weight t to reach.
 
     Raises:
-        InterventionError: where no factor reaches the target: outside 0 to 1, or weights that are all 0 or 1.
+        InterventionError: No factor reaches the target, because it is outside 0 to 1 or all weights are 0 or
+        1.
     """
     values = np.atleast_1d(np.asarray(weights, np.float64)).ravel()
     # Weights of exactly 0 and 1 are fixed points of every factor, so they bound the reachable mean.
@@ -243,8 +248,8 @@ def exact_factor(weights: Any, target: float) -> float:
         return 0.0
     if not low < target < high:
         raise InterventionError(
-            f"expected a mean weight between {low:.4g} and {high:.4g}, which the factors 0 and infinity "
-            f"give, found {target}"
+            f"expected a target attention weight between {low:.4g} and {high:.4g}, the limits that scaling "
+            f"can reach, found {target}"
         )
     if len(values) == 1:
         return float(target * (1 - values[0]) / (values[0] * (1 - target)))
@@ -261,73 +266,76 @@ def exact_factor(weights: Any, target: float) -> float:
 
 @dataclass(frozen=True)
 class SteeringCalibration:
-    """Attention weight to aim at when a target condition is steered to resemble a source condition.
+    """Attention weights of two conditions, from which factors for steering one like the other follow.
 
-    Where the target condition has no attention (below 1e-10) no factor can create any: the ratio is 0, and
+    If the target condition has no attention (below 1e-10), no factor can create any: the ratio is 0, and
     factors are 1.
     """
 
     source_baseline: float
-    """Mean attention weight of the source condition."""
+    """Mean attention weight of the source condition, which is imitated."""
     target_baseline: float
-    """Mean attention weight of the target condition."""
+    """Mean attention weight of the target condition, which is steered."""
     layer: int
-    """Layer at which both were measured."""
+    """Layer at which both weights were measured."""
     n_source: int = 1
     """Number of samples of the source condition."""
     n_target: int = 1
     """Number of samples of the target condition."""
     recommended_target: float | None = None
-    """Attention weight to aim at; None takes the source's weight."""
+    """Attention weight that steering aims at; None for that of the source condition."""
 
     def __post_init__(self) -> None:
         for name in ("source_baseline", "target_baseline"):
             value = getattr(self, name)
             if not 0 <= value <= 1:
-                raise InterventionError(f"expected {name} to be a weight in [0, 1], found {value}")
+                raise InterventionError(
+                    f"expected {name} to be an attention weight from 0 to 1, found {value}"
+                )
         if self.recommended_target is None:
             object.__setattr__(self, "recommended_target", self.source_baseline)
 
     def with_target(self, attention: float) -> SteeringCalibration:
-        """Copy with another attention weight to aim at."""
+        """A copy in which steering aims at the attention weight `attention`."""
         baselines = (self.source_baseline, self.target_baseline)
         return SteeringCalibration(*baselines, self.layer, self.n_source, self.n_target, attention)
 
     @property
     def attention_ratio(self) -> float:
-        """source_baseline / target_baseline; 0 where the target has no attention."""
+        """Attention weight of the source over that of the target condition; 0 if the target has none."""
         # Weights below _NONE are rounding of the softmax: their ratio would be arbitrarily large.
         return 0.0 if self.target_baseline <= _NONE else self.source_baseline / self.target_baseline
 
     def scale_factor_for_target(self, attention: float) -> float:
-        """Factor for a wanted attention weight in the linear approximation: attention / target_baseline.
+        """Factor for an attention weight in the linear approximation, attention / target_baseline.
 
-        It ignores renormalisation, so the pass gives less than requested; `exact_factor_for_target` does not.
+        It ignores that rows are renormalised, so that steering gives a smaller weight than requested;
+        `exact_factor_for_target` takes this into account.
         """
         return 1.0 if self.target_baseline <= _NONE else attention / self.target_baseline
 
     def scale_factor_to_source(self) -> float:
-        """Factor for the source's attention weight, in the linear approximation."""
+        """Factor for the attention weight of the source condition, in the linear approximation."""
         return self.scale_factor_for_target(self.source_baseline)
 
     def exact_factor_for_target(self, attention: float) -> float:
-        """Factor that gives an edge of weight target_baseline this weight, renormalisation included."""
+        """Factor that brings an edge of weight target_baseline to `attention`, renormalisation included."""
         return 1.0 if self.target_baseline <= _NONE else exact_factor(self.target_baseline, attention)
 
     @property
     def dose_levels_absolute(self) -> list[tuple[float, float]]:
-        """(dose, attention) in the linear approximation, dose * target_baseline; may exceed 1."""
+        """(dose, attention weight) of the default doses in the linear approximation; weights may exceed 1."""
         return [(dose, self.target_baseline * dose) for dose in DOSE_LEVELS]
 
     @property
     def dose_levels_exact(self) -> list[tuple[float, float]]:
-        """(dose, attention) of one edge of weight target_baseline, renormalisation included."""
+        """(dose, attention weight) of the default doses for one edge, renormalisation included."""
         return [(dose, float(steered_weight(self.target_baseline, dose))) for dose in DOSE_LEVELS]
 
 
 @dataclass(frozen=True)
 class DosePoint:
-    """One dose of a dose-response curve."""
+    """Attention weight and effect under one dose, a point of a dose-response curve."""
 
     scale_factor: float
     """Factor of the attention weight."""
@@ -339,7 +347,7 @@ class DosePoint:
 
 @dataclass(frozen=True)
 class DoseResponseCurve:
-    """Dose-response curve of one layer, with points in the order in which they were added."""
+    """Dose-response curve of one layer and prompt."""
 
     sample_id: str
     """Name of the prompt."""
@@ -350,17 +358,17 @@ class DoseResponseCurve:
     baseline_attention: float
     """Mean attention weight of the edges without steering."""
     points: tuple[DosePoint, ...] = field(default=())
-    """The doses."""
+    """Points of the curve, in the order in which they were added."""
 
     @classmethod
     def of(cls, response: xr.Dataset, layer: int, *, sample_id: str, condition: str) -> DoseResponseCurve:
-        """Curve of one layer of a `DoseResponse` result.
+        """Dose-response curve of one layer, from the result of `DoseResponse`.
 
         Arguments:
-            response: the result.
-            layer: first steered layer.
-            sample_id: name of the prompt.
-            condition: name of its condition.
+            response: Result of `DoseResponse`.
+            layer: First steered layer.
+            sample_id: Name of the prompt.
+            condition: Name of the condition to which the prompt belongs.
         """
         part = response.sel(layer=layer)
         columns = (part[name].values.tolist() for name in ("dose", "attention", "kl"))
@@ -370,20 +378,20 @@ class DoseResponseCurve:
     def with_point(
         self, scale_factor: float, attention_level: float, kl_divergence: float
     ) -> DoseResponseCurve:
-        """Copy with one more point.
+        """A copy with one more point.
 
         Arguments:
-            scale_factor: factor of the attention weight.
-            attention_level: mean attention weight under this dose.
+            scale_factor: Factor of the attention weight.
+            attention_level: Mean attention weight under this dose.
             kl_divergence: KL(baseline || steered) in nats.
         """
         points = (*self.points, DosePoint(scale_factor, attention_level, kl_divergence))
         return DoseResponseCurve(self.sample_id, self.condition, self.layer, self.baseline_attention, points)
 
     def scale_for_target(self, attention: float) -> float | None:
-        """Factor at which attention reaches a level, by linear interpolation; None if no points bracket it.
+        """Factor at which the attention weight reaches `attention`, by linear interpolation between points.
 
-        The first two neighbouring points that bracket the level are used.
+        The first two neighbouring points that bracket it are used; None if no two points do.
         """
         for point, next_point in zip(self.points, self.points[1:], strict=False):
             low, high = point.attention_level, next_point.attention_level

@@ -31,7 +31,7 @@ __all__ = ["PairBatch", "as_array", "batches", "gradients", "network_of"]
 
 @dataclass(frozen=True)
 class PairBatch:
-    """Some pairs of one length, with their clean run."""
+    """Some pairs of prompts of one length, with their clean run and the outputs that replace its sources."""
 
     indices: list[int]
     """Index of each pair among all pairs."""
@@ -44,18 +44,18 @@ class PairBatch:
     clean: EdgeSources
     """Outputs of all sources in the clean run."""
     replacement: Tensor
-    """What an edge that is left out carries instead, by source, [B, source, S, D]."""
+    """What an edge from each source carries when it is left out of a circuit [B, source, S, D]."""
     logits: Floats
     """Clean logits at the last position, float64 [B, vocab]."""
 
     @property
     def change(self) -> Tensor:
-        """Replacement minus clean output of each source, [B, source, S, D]."""
+        """Replacement minus clean output of each source [B, source, S, D]."""
         return self.replacement - self.clean.added
 
 
 def network_of(model: Model) -> SplitNetwork:
-    """The network of a model, as a `SplitNetwork`. Raises ConfigError for a model with streamed weights."""
+    """Network of a model, typed for passes edge by edge; ConfigError if weights are streamed from disk."""
     model.require_all_weights("edges and circuits")
     return cast(SplitNetwork, model.network)
 
@@ -71,16 +71,16 @@ def batches(
     memory: int = MEMORY,
     only: int | None = None,
 ) -> Iterator[PairBatch]:
-    """Pairs in batches of equal length, with their clean runs.
+    """Yield the pairs in batches of equal length, with their clean runs.
 
     Arguments:
-        model: the model.
-        layout: its graph.
-        pairs: all pairs.
-        alternative: what an edge that is left out carries; see `Alternative`.
-        seed: of the prompts drawn for "resampled".
-        memory: budget of bytes beside the model.
-        only: index of a single pair to run; None for all.
+        model: The model.
+        layout: Graph of the model: its sources, destinations and edges.
+        pairs: All pairs.
+        alternative: What an edge carries when it is left out; see `Alternative`.
+        seed: Seed of the prompts drawn for "resampled".
+        memory: Memory in bytes beside the model.
+        only: Index of a single pair to run; None for all.
     """
     network = network_of(model)
     for group in by_length(pairs):
@@ -113,7 +113,7 @@ def batches(
 
 
 def as_array(logits: Tensor) -> Floats:
-    """Logits as metrics read them, float64."""
+    """Logits as a float64 numpy array, which metrics read."""
     values: Floats = logits.double().cpu().numpy()
     return values
 
@@ -122,11 +122,11 @@ def gradients(batch: PairBatch, logits: Tensor) -> Tensor:
     """Gradient of each pair's metric with respect to the last logits of its run.
 
     Arguments:
-        batch: the pairs, with their clean logits.
-        logits: last logits of the runs, [B, vocab].
+        batch: The pairs, with their clean logits.
+        logits: Logits at the last position of the runs [B, vocab].
 
     Returns:
-        [B, vocab], dtype and device of the logits.
+        Gradients [B, vocab], in the dtype and on the device of the logits.
     """
     # In closed form, in float64 (`Metric.gradient`), not by autograd: users define metrics in numpy.
     runs = as_array(logits)
@@ -139,7 +139,10 @@ def gradients(batch: PairBatch, logits: Tensor) -> Tensor:
 
 
 def _mean(model: Model, layout: Layout, pairs: Sequence[Pair], parts: Sequence[Sequence[int]]) -> Tensor:
-    """Mean output of each source over the clean prompts of one length, [source, S, D]."""
+    """Mean output of each source over the clean prompts of one length [source, S, D].
+
+    `parts` are the indices of these pairs, in batches.
+    """
     summed, count = None, 0
     for indices in parts:
         ids = _ids(model, [pairs[index].clean for index in indices])
@@ -151,7 +154,7 @@ def _mean(model: Model, layout: Layout, pairs: Sequence[Pair], parts: Sequence[S
 
 
 def _donors(group: Sequence[int], seed: int) -> dict[int, int]:
-    """Index of each pair -> index of its donor, another pair of the group."""
+    """For each pair of a group, another pair whose clean prompt gives its replacements: donor by pair."""
     order = np.random.default_rng(seed).permutation(len(group))
     # A random cycle: no pair is its own donor, and each is used once.
     shifted = np.roll(order, 1)
@@ -159,4 +162,5 @@ def _donors(group: Sequence[int], seed: int) -> dict[int, int]:
 
 
 def _ids(model: Model, rows: Sequence[Sequence[int]]) -> Tensor:
+    """Token ids of prompts of equal length as a tensor on the model's device, int64 [prompt, position]."""
     return torch.tensor([list(row) for row in rows], dtype=torch.long, device=model.device)

@@ -36,30 +36,32 @@ __all__ = ["Circuit"]
 FORMAT = 1
 """Version of the JSON form."""
 LEAVES_NOTHING = -1
-"""`Layout.owner` of the logits, which are a destination but no source."""
+"""Value of `Layout.owner` for the logits, which are a destination but not a source."""
 
 
 @dataclass(frozen=True, eq=False)
 class Circuit:
-    """Edges of a graph.
+    """A set of edges of a model's graph that is claimed to do a task.
 
     Raises:
-        ShapeError: for an array whose shape does not fit the graph.
+        ShapeError: The shape of the array of edges does not fit the graph.
     """
 
     layout: Layout
     """Sources, destinations and possible edges of the model's graph."""
     chosen: Bools
-    """Edges of the circuit, bool [source, destination], or [position, source, destination] for prompts of
-    that length; copied, and set to False where the graph has no edge.
+    """Edges of the circuit, bool [source, destination], or by position [position, source, destination].
+
+    The array is copied, and set to False where the graph has no edge.
     """
 
     def __post_init__(self) -> None:
         edges = np.array(self.chosen, np.bool_)
         if edges.ndim not in (2, 3) or edges.shape[-2:] != self.layout.edges.shape or not len(edges):
             raise ShapeError(
-                f"expected edges [source, destination] of shape {list(self.layout.edges.shape)}, or of each "
-                f"position, found {list(edges.shape)}"
+                "expected the edges of a circuit as an array [source, destination] of shape "
+                f"{list(self.layout.edges.shape)}, or with a first axis of positions, found shape "
+                f"{list(edges.shape)}"
             )
         # Impossible edges are dropped silently, so that complements stay within the graph.
         edges &= _edges(self.layout, len(edges) if edges.ndim == 3 else None)
@@ -69,32 +71,32 @@ class Circuit:
 
     @property
     def positions(self) -> int | None:
-        """Length of the position axis; None for a circuit whose edges hold at all positions."""
+        """Number of positions with edges of their own; None if edges hold at all positions."""
         return len(self.chosen) if self.chosen.ndim == 3 else None
 
     # -- constructors
 
     @classmethod
     def whole(cls, layout: Layout, positions: int | None = None) -> Circuit:
-        """Every edge: the full model.
+        """The circuit of all edges, which is the full model.
 
         Arguments:
-            layout: graph of the model.
-            positions: number of positions with edges of their own; None for edges at all positions.
+            layout: Graph of the model.
+            positions: Number of positions with edges of their own; None for edges at all positions.
         """
         return cls(layout, _edges(layout, positions))
 
     @classmethod
     def of(cls, layout: Layout, names: Iterable[str], positions: int | None = None) -> Circuit:
-        """Edges by name.
+        """A circuit from the names of its edges.
 
         Arguments:
-            layout: graph of the model.
-            names: "m1->a2.h3<v>", or with positions "m1->a2.h3<v>@5".
-            positions: number of positions with edges of their own; None for edges at all positions.
+            layout: Graph of the model.
+            names: Names such as "m1->a2.h3<v>", or with positions "m1->a2.h3<v>@5".
+            positions: Number of positions with edges of their own; None for edges at all positions.
 
         Raises:
-            ConfigError: for an edge that does not exist.
+            ConfigError: An edge does not exist.
         """
         if positions is None:
             return cls(layout, layout.chosen(list(names)))
@@ -109,7 +111,7 @@ class Circuit:
                 or not (named & all_edges[int(position)]).any()
             ):
                 raise ConfigError(
-                    f"expected an edge at one of {positions} positions, such as "
+                    f"expected the name of an edge at a position from 0 to {positions - 1}, such as "
                     f"{layout.name(0, 0) + '@0'!r}, found {name!r}"
                 )
             edges[int(position)] |= named
@@ -117,12 +119,12 @@ class Circuit:
 
     @classmethod
     def top(cls, layout: Layout, scores: Any, size: int) -> Circuit:
-        """The edges of largest |score|; ties go to the first by position and source.
+        """The circuit of the edges with largest |score|; the first by position and source wins ties.
 
         Arguments:
-            layout: graph of the model.
-            scores: [source, destination], or [position, source, destination].
-            size: number of edges.
+            layout: Graph of the model.
+            scores: Scores [source, destination], or [position, source, destination].
+            size: Number of edges.
         """
         magnitude = _magnitudes(layout, scores)
         # Stable on -|score|: ties keep the order of position, source and destination.
@@ -131,14 +133,14 @@ class Circuit:
 
     @classmethod
     def greedy(cls, layout: Layout, scores: Any, size: int) -> Circuit:
-        """Edges taken backwards from the logits: each time the largest |score| into a node of the circuit.
+        """A circuit grown backwards from the logits, each time by the edge of largest |score| into its nodes.
 
         The source of each edge joins the circuit, so that every edge leads to the logits.
 
         Arguments:
-            layout: graph of the model.
-            scores: [source, destination], or [position, source, destination].
-            size: number of edges.
+            layout: Graph of the model.
+            scores: Scores [source, destination], or [position, source, destination].
+            size: Number of edges.
         """
         magnitude = _magnitudes(layout, scores)
         order = _from_the_logits(layout, magnitude, _within(size, magnitude))
@@ -146,13 +148,13 @@ class Circuit:
 
     @classmethod
     def at_random(cls, layout: Layout, size: int, *, seed: int, positions: int | None = None) -> Circuit:
-        """Random edges, uniform and without replacement.
+        """A circuit of random edges, drawn uniformly without replacement.
 
         Arguments:
-            layout: graph of the model.
-            size: number of edges.
-            seed: seed of the draw.
-            positions: number of positions with edges of their own; None for edges at all positions.
+            layout: Graph of the model.
+            size: Number of edges.
+            seed: Seed of the draw.
+            positions: Number of positions with edges of their own; None for edges at all positions.
         """
         all_edges = _edges(layout, positions)
         places = np.random.default_rng(seed).choice(
@@ -162,15 +164,15 @@ class Circuit:
 
     @classmethod
     def grown(cls, layout: Layout, size: int, *, seed: int, positions: int | None = None) -> Circuit:
-        """Random edges taken backwards from the logits, as `greedy` takes them: each leads to the logits.
+        """A circuit of random edges grown backwards from the logits, so that each edge leads to the logits.
 
-        A fairer control than `at_random`, most of whose edges reach nothing.
+        It is a fairer control than `at_random`, most of whose edges have no effect.
 
         Arguments:
-            layout: graph of the model.
-            size: number of edges.
-            seed: seed of the draw.
-            positions: number of positions with edges of their own; None for edges at all positions.
+            layout: Graph of the model.
+            size: Number of edges.
+            seed: Seed of the draw.
+            positions: Number of positions with edges of their own; None for edges at all positions.
         """
         (circuit,) = cls.growing(layout, (size,), seed=seed, positions=positions)
         return circuit
@@ -179,13 +181,13 @@ class Circuit:
     def growing(
         cls, layout: Layout, sizes: Sequence[int], *, seed: int, positions: int | None = None
     ) -> tuple[Circuit, ...]:
-        """`grown` of several sizes; each circuit contains the smaller ones.
+        """Random circuits of several sizes, as `grown` makes them; each contains the smaller ones.
 
         Arguments:
-            layout: graph of the model.
-            sizes: numbers of edges.
-            seed: seed of the draw.
-            positions: number of positions with edges of their own; None for edges at all positions.
+            layout: Graph of the model.
+            sizes: Numbers of edges.
+            seed: Seed of the draw.
+            positions: Number of positions with edges of their own; None for edges at all positions.
         """
         shape = _edges(layout, positions).shape
         # A random order as scores makes `greedy` draw uniformly among the edges into the circuit.
@@ -232,23 +234,25 @@ class Circuit:
         return f"Circuit({len(self)} of {count} edges{where}, {len(self.nodes)} nodes)"
 
     def at(self, positions: int) -> Circuit:
-        """This circuit with a position axis: the same edges at each of `positions` positions.
+        """This circuit with edges by position: the same edges at each of `positions` positions.
 
         Raises:
-            ConfigError: for a circuit with another number of positions.
+            ConfigError: The circuit has another number of positions.
         """
         if self.positions not in (None, positions):
-            raise ConfigError(f"expected a circuit of {positions} positions, found one of {self.positions}")
+            raise ConfigError(
+                f"expected a circuit with edges at {positions} positions, found one with {self.positions}"
+            )
         return Circuit(self.layout, np.broadcast_to(self.chosen, (positions, *self.layout.edges.shape)))
 
     @property
     def anywhere(self) -> Circuit:
-        """Edges that the circuit has at any position, without positions."""
+        """The circuit without positions, of all edges that this one has at some position."""
         return Circuit(self.layout, np.array(self._by_position.any(0)))
 
     @cached_property
     def edges(self) -> tuple[str, ...]:
-        """Names of the edges, by destination, source and position."""
+        """Names of the edges, sorted by destination, source and position."""
         if self.positions is None:
             return tuple(self.layout.names(self.chosen))
         places = zip(*np.nonzero(self.chosen.transpose(2, 1, 0)), strict=True)
@@ -256,7 +260,7 @@ class Circuit:
 
     @cached_property
     def nodes(self) -> tuple[str, ...]:
-        """Names of the nodes with an edge, in order of computation; the logits last."""
+        """Names of the nodes that have an edge, in order of computation; the logits are last."""
         owner, by_position = self.layout.owner, self._by_position
         with_edges: Bools = np.array(by_position.any(2))
         position, destination = np.nonzero(by_position.any(1) & (owner >= 0))
@@ -270,7 +274,7 @@ class Circuit:
         return (*names, self._named(LOGITS, len(by_position) - 1)) if is_read else tuple(names)
 
     def pruned(self) -> Circuit:
-        """The circuit without edges of nodes that have no outgoing or (except the input) no incoming edges.
+        """The circuit without the edges of nodes that lack outgoing or (except the input) incoming edges.
 
         Repeated until nothing changes.
         """
@@ -308,51 +312,61 @@ class Circuit:
         return {"format": FORMAT, **sizes, **optional}
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, which `from_json` reads back."""
+        """The circuit as JSON values, which `from_json` reads back."""
         return {**self._graph_json(), "edges": list(self.edges)}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Circuit:
-        """Circuit from a record made by `to_json`.
+        """A circuit from a record made by `to_json`.
 
         Raises:
-            ConfigError: for an invalid record, naming the wrong field.
+            ConfigError: The record is invalid; the message names the wrong field.
         """
         expected = {"format": int, "heads": int, "parallel": list, "edges": list}
         if not isinstance(record, Mapping) or set(record) - {"positions"} != set(expected):
             found = ", ".join(map(str, record)) if isinstance(record, Mapping) else repr(record)
-            raise ConfigError(f"expected a circuit with {', '.join(expected)}, found {found}")
+            raise ConfigError(
+                f"expected the record of a circuit with the fields {', '.join(expected)}, found {found}"
+            )
         for name, kind in {**expected, **({"positions": int} if "positions" in record else {})}.items():
             # type, not isinstance: true of JSON would pass as an integer.
             if type(record[name]) is not kind:
-                raise ConfigError(f"circuit: expected {name} as {kind.__name__}, found {record[name]!r}")
+                raise ConfigError(
+                    f"expected the field {name} of a circuit to be {kind.__name__}, found {record[name]!r}"
+                )
         if record["format"] != FORMAT:
-            raise ConfigError(f"expected a circuit of format {FORMAT}, found {record['format']!r}")
+            raise ConfigError(f"expected a circuit in format {FORMAT}, found format {record['format']!r}")
         if (
             record["heads"] < 1
             or not record["parallel"]
             or not all(type(p) is bool for p in record["parallel"])
         ):
             raise ConfigError(
-                "circuit: expected heads of at least 1 and, in parallel, true or false for each layer, found "
-                f"{record['heads']!r} and {record['parallel']!r}"
+                "expected the field heads of a circuit to be at least 1, and parallel to hold true or false "
+                f"for each layer, found {record['heads']!r} and {record['parallel']!r}"
             )
         positions = record.get("positions")
         if positions is not None and positions < 1:
-            raise ConfigError(f"circuit: expected at least one position, found {positions}")
+            raise ConfigError(
+                f"expected the field positions of a circuit to be at least 1, found {positions}"
+            )
         names = record["edges"]
         if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
-            raise ConfigError("circuit: expected the names of edges, each once, found another list")
+            raise ConfigError(
+                "expected the field edges of a circuit to list names of edges, each once, found other values "
+                "or repeated names"
+            )
         return cls.of(Layout(record["heads"], tuple(record["parallel"])), names, positions)
 
     def node_link(self, scores: Any = None) -> dict[str, Any]:
-        """The graph as networkx.node_link_graph(…, edges="edges") reads it: directed, with parallel edges.
+        """The circuit as JSON that networkx.node_link_graph(..., edges="edges") reads: a directed multigraph.
 
-        A head has edges of three kinds, its key. With positions there is a fourth, "attends", from each
-        position at which keys or values are read to later positions of the head.
+        The key of an edge into a head is the input that it enters, "q", "k" or "v"; of others "all". With
+        positions there are also edges with the key "attends", from each position at which keys or values are
+        read to later positions of the same head.
 
         Arguments:
-            scores: weight of each edge, shaped as the edges; None for no weights.
+            scores: Weight of each edge, in the shape of the edges; None for no weights.
         """
         edges = []
         weights = None if scores is None else np.asarray(scores).reshape(self._by_position.shape)
@@ -373,7 +387,7 @@ class Circuit:
         return {"directed": True, "multigraph": True, "graph": {}, "nodes": nodes, "edges": edges}
 
     def _attending(self) -> list[dict[str, Any]]:
-        """Edges "attends", from a head where its keys or values are read, to itself at later positions."""
+        """Edges with the key "attends", from a head reading keys or values to itself at later positions."""
         is_key: Bools = np.array(self._by_position.any(1)) & self.layout.is_seen_later
         writes: Bools = np.array(self._by_position.any(2))
         links = {}
@@ -389,7 +403,7 @@ class Circuit:
 
     @property
     def _by_position(self) -> Bools:
-        """Edges [position, source, destination], with one position if the circuit has none."""
+        """Edges bool [position, source, destination]; a circuit without positions gets a single one."""
         edges: Bools = self.chosen.reshape(-1, *self.layout.edges.shape)
         return edges
 
@@ -397,59 +411,61 @@ class Circuit:
         return node if self.positions is None else f"{node}@{position}"
 
     def _alike(self, other: Circuit) -> Bools:
-        """Edges of a circuit on the same graph; ConfigError for another graph, or other positions."""
+        """Edges of another circuit; ConfigError if it is of another graph, or has other positions."""
         if other.layout != self.layout:
             raise ConfigError(
-                f"expected circuits of one graph, found {self.layout.num_layers} layers of "
-                f"{self.layout.num_heads} heads and {other.layout.num_layers} of {other.layout.num_heads}, "
-                "or layers with parallel attention and MLP in one of them only"
+                f"expected two circuits of one model's graph, found {self.layout.num_layers} layers of "
+                f"{self.layout.num_heads} heads and {other.layout.num_layers} layers of "
+                f"{other.layout.num_heads} heads, or attention parallel to the MLP in one of them only"
             )
         if other.positions != self.positions:
             raise ConfigError(
-                f"expected circuits of equally many positions, found {self.positions or 'none'} and "
-                f"{other.positions or 'none'}; at(…) repeats the edges of a circuit at each position"
+                f"expected two circuits with equally many positions, found {self.positions or 'none'} and "
+                f"{other.positions or 'none'}; repeat the edges of one at each position with "
+                "circuit.at(positions)"
             )
         return other.chosen
 
 
 def _edges(layout: Layout, positions: int | None) -> Bools:
-    """Edges of the graph, bool [source, destination], or at each of `positions`."""
+    """All edges of a graph, bool [source, destination], or [position, source, destination]."""
     return layout.edges if positions is None else layout.edges_at(positions)
 
 
 def _among(indices: Any, shape: tuple[int, ...]) -> Bools:
-    """Bool array that is True at flat indices."""
+    """Bool array of a shape that is True at some flat indices."""
     mask: Bools = np.zeros(int(np.prod(shape)), np.bool_)
     mask[indices] = True
     return mask.reshape(shape)
 
 
 def _magnitudes(layout: Layout, scores: Any) -> Floats:
-    """Absolute score of every edge, -inf where the graph has no edge.
+    """Absolute score of every edge, float64 in the shape of the edges; -inf where the graph has no edge.
 
     Raises:
-        ShapeError: for scores of another shape than the graph.
-        ConfigError: for an edge whose score is not finite.
+        ShapeError: The scores have another shape than the edges.
+        ConfigError: The score of an edge is infinite or NaN.
     """
     values = np.asarray(scores, np.float64)
     if values.ndim not in (2, 3) or values.shape[-2:] != layout.edges.shape or not len(values):
         raise ShapeError(
-            f"expected scores [source, destination] of shape {list(layout.edges.shape)}, found "
-            f"{list(values.shape)}; scores by position have that axis first"
+            f"expected edge scores [source, destination] of shape {list(layout.edges.shape)}, or with a "
+            f"first axis of positions, found shape {list(values.shape)}"
         )
     is_edge = _edges(layout, len(values) if values.ndim == 3 else None)
     if not np.isfinite(values[is_edge]).all():
-        raise ConfigError("expected a finite score for every edge, found NaN or infinity")
+        raise ConfigError("expected a finite score for every edge of the graph, found NaN or infinity")
     # -inf sorts impossible edges last, behind edges of score 0.
     return np.where(is_edge, np.abs(values), -np.inf)
 
 
 def _from_the_logits(layout: Layout, magnitude: Floats, size: int) -> Ints:
-    """Flat indices of edges in the order in which `Circuit.greedy` takes them.
+    """Flat indices of edges, in the order in which a circuit grows backwards from the logits.
 
     Arguments:
+        layout: Graph of the model.
         magnitude: |score| of every edge, -inf where there is none.
-        size: number of edges; fewer are returned if no more lead to the logits.
+        size: Number of edges; fewer are returned if no more lead to the logits.
     """
     # Taking edges from a priority queue one by one takes seconds in a graph of 100,000 edges. The same order
     # follows from the moments at which nodes join, of which there are few:
@@ -498,12 +514,15 @@ def _from_the_logits(layout: Layout, magnitude: Floats, size: int) -> Ints:
 
 
 def _within(size: int, edges: Any) -> int:
-    """`size`, if the graph has as many edges; else raises ConfigError.
+    """The size, after checking that a graph has as many edges; ConfigError if not.
 
     Arguments:
-        edges: bool, or magnitudes with -inf where there is no edge.
+        size: Number of edges of a circuit.
+        edges: Edges of the graph as bool, or their magnitudes, -inf where there is no edge.
     """
     n_edges = int((edges > -np.inf).sum()) if edges.dtype != np.bool_ else int(edges.sum())
     if not 0 <= size <= n_edges:
-        raise ConfigError(f"expected a size in 0..{n_edges} edges, found {size}")
+        raise ConfigError(
+            f"expected a circuit of 0 to {n_edges} edges, all that the graph has, found size {size}"
+        )
     return size

@@ -28,45 +28,47 @@ from ..forward.edges.layout import Bools, Layout
 __all__ = ["Elimination", "Step", "downwards", "eliminated"]
 
 Step = tuple[int | None, int]
-"""(source, destination) of an edge; source None for all edges into the destination."""
+"""Edge that is tested, as (source, destination); source None stands for all edges into the destination."""
 Measure = Callable[[Bools, int], Floats]
-"""(masks [circuit, source, destination], first layer into which they leave edges out) -> how much worse than
-the full model each circuit is, [circuit].
+"""Function that returns how much worse than the full model each of some circuits is [circuit].
+
+Its arguments are their edges [circuit, source, destination], and the first layer into which any edge is left
+out.
 """
 IsLeftOut = Callable[[float, float], bool]
-"""(how much worse the circuit is without the edge, with the edge) -> whether the edge is left out."""
+"""Function that decides from the circuit's loss without and with an edge whether the edge is left out."""
 AT_ONCE = 16
-"""Largest number of steps per batch."""
+"""Largest number of steps that are run in one batch."""
 
 
 @dataclass(frozen=True)
 class Elimination:
-    """The remaining circuit and the cost of finding it."""
+    """The circuit that elimination leaves, and the cost of finding it."""
 
     chosen: Bools
     """Remaining edges, bool [source, destination]."""
     worse: float
     """How much worse than the full model the remaining circuit is, in the unit of the measure."""
     steps: int
-    """Edges tested, counting all edges into a destination as one."""
+    """Number of tests; all edges into a destination together count as one."""
     runs: int
-    """Circuits run, including steps that were run again."""
+    """Number of circuits that were run, repeated steps included."""
 
 
 def eliminated(
     layout: Layout, order: Sequence[Step], measure: Measure, is_left_out: IsLeftOut, at_once: int = AT_ONCE
 ) -> Elimination:
-    """Eliminate edges of the full model.
+    """Leave edges out of the full model, one after the other, as long as a rule allows it.
 
     Edges into a node without outgoing edges have no effect and are left out without a run; edges that are
     already left out are no step.
 
     Arguments:
-        layout: graph of the model.
-        order: edges in the order in which they are tested.
-        measure: how much worse each masked circuit is.
-        is_left_out: the rule.
-        at_once: most steps in one batch; the result does not depend on it.
+        layout: Graph of the model.
+        order: Edges in the order in which they are tested.
+        measure: Measures how much worse circuits are than the full model.
+        is_left_out: The rule by which an edge is left out.
+        at_once: Largest number of steps in one batch; the result does not depend on it.
     """
     # A copy: the graph's own edges are shared by all circuits.
     edges, worse = layout.edges.copy(), 0.0
@@ -109,7 +111,7 @@ def eliminated(
 
 
 def downwards(layout: Layout) -> list[Step]:
-    """Steps of ACDC's published code, from the logits to the input.
+    """Order in which ACDC's published code tests edges, from the logits to the input.
 
     Destinations in descending order (values before keys before queries, last head first); the inputs of a
     layer's heads first as a whole, then edge by edge, with sources in descending order.

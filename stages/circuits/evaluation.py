@@ -42,10 +42,10 @@ __all__ = ["CircuitValues", "areas", "faithfulness", "require_gap", "without_eac
 
 @dataclass(frozen=True, kw_only=True)
 class CircuitValues(EdgeExperiment):
-    """Metric of each pair under each circuit, in the full model, and in the empty circuit."""
+    """Metric of each pair of prompts in runs of some circuits, of the full model, and of no edges."""
 
     circuits: tuple[Circuit, ...]
-    """Circuits of the model's graph; those with positions need prompts of that length."""
+    """Circuits of the model's graph; those with positions need prompts of as many tokens."""
 
     name: ClassVar[str] = "circuit_values"
     version: ClassVar[int] = 1
@@ -57,29 +57,30 @@ class CircuitValues(EdgeExperiment):
     }
 
     def params(self) -> dict[str, Any]:
-        """All fields; circuits enter by their digest."""
+        """Fields that enter the key of results; circuits enter by their digest."""
         return {**super().params(), "circuits": [circuit.digest for circuit in self.circuits]}
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """Outputs in the unit of the metric; `size` has none."""
+        """Declared outputs, in the unit of the metric except `size`."""
         return {**super().outputs_on(config), "size": self.outputs["size"]}
 
     def check(self, config: Architecture) -> Layout:
         """Check the fields against a model, as `EdgeExperiment.check`.
 
         Raises:
-            ConfigError: for a circuit of another graph.
-            StageError: without circuits.
-            PromptError: for prompts of another length than a circuit's positions.
+            ConfigError: A circuit is of another model's graph.
+            StageError: There are no circuits.
+            PromptError: Prompts have another length than the number of a circuit's positions.
         """
         layout = super().check(config)
         if not self.circuits:
-            raise StageError("expected at least one circuit, found none")
+            raise StageError("expected at least one circuit to evaluate, found none")
         for circuit in self.circuits:
             if circuit.layout != layout:
                 raise ConfigError(
-                    f"expected circuits of {layout.num_layers} layers of {layout.num_heads} heads, as the "
-                    f"model has, found one of {circuit.layout.num_layers} of {circuit.layout.num_heads}"
+                    f"expected circuits of a model with {layout.num_layers} layers of {layout.num_heads} "
+                    f"heads, found one of {circuit.layout.num_layers} layers of {circuit.layout.num_heads} "
+                    "heads; use the model that the circuit was found in"
                 )
             if circuit.positions is not None:
                 one_length(self.pairs, circuit.positions)
@@ -108,13 +109,15 @@ class CircuitValues(EdgeExperiment):
 
 
 def faithfulness(values: xr.Dataset) -> Floats:
-    """(M(circuit) - M(empty)) / (M(clean) - M(empty)) of means over pairs, float64 [circuit]; not clipped.
+    """Faithfulness of circuits, float64 [circuit]: 1 as the full model, 0 as no edges; not clipped.
+
+    It is (M(circuit) - M(empty)) / (M(clean) - M(empty)), with M the mean of the metric over pairs.
 
     Arguments:
-        values: dataset of `CircuitValues`.
+        values: Result of `CircuitValues`.
 
     Raises:
-        StageError: where the full model and the empty circuit have equal metrics.
+        StageError: The full model and the empty circuit have equal metrics.
     """
     # Ratio of means, not mean of ratios: a pair with a small difference would dominate.
     clean, empty = (float(values[name].mean("pair")) for name in ("clean", "empty"))
@@ -124,42 +127,45 @@ def faithfulness(values: xr.Dataset) -> Floats:
 
 
 def require_gap(clean: float, empty: float) -> None:
-    """Check that faithfulness is defined.
+    """Check that the full model and the empty circuit differ, so that faithfulness is defined.
 
     Arguments:
-        clean: metric of the full model, mean over pairs.
-        empty: metric of the empty circuit, mean over pairs.
+        clean: Metric of the full model, mean over pairs.
+        empty: Metric of the empty circuit, mean over pairs.
 
     Raises:
-        StageError: where both are equal up to float32 rounding, so that their quotient would be noise.
+        StageError: Both are equal up to float32 rounding, so that their quotient would be noise.
     """
     if abs(clean - empty) <= 1e-7 * max(1.0, abs(clean), abs(empty)):
         raise StageError(
-            f"expected a metric in which the model and no edge at all differ, found {clean:.6g} and "
-            f"{empty:.6g}; choose other pairs, another metric, or another alternative"
+            "expected a metric that differs between the full model and the circuit without edges, found "
+            f"{clean:.6g} and {empty:.6g}; choose other pairs, another metric, or another alternative"
         )
 
 
 def areas(shares: Any, faithful: Any) -> tuple[float, float]:
-    """CPR and CMD of MIB: areas under faithfulness, and between faithfulness and 1, by the trapezoidal rule.
+    """(CPR, CMD) of the benchmark MIB: area under faithfulness, and area between faithfulness and 1.
+
+    Faithfulness is a function of the share of edges; areas are by the trapezoidal rule.
 
     Arguments:
-        shares: share of all edges in each circuit, ascending, [size].
-        faithful: faithfulness of each circuit, [size].
+        shares: Share of all edges in each circuit, ascending [size].
+        faithful: Faithfulness of each circuit [size].
 
     Raises:
-        StageError: for fewer than two sizes, or sizes that do not ascend.
+        StageError: There are fewer than two circuits, or the shares do not ascend.
     """
     x, f = np.asarray(shares, np.float64), np.asarray(faithful, np.float64)
     if x.ndim != 1 or x.shape != f.shape or len(x) < 2 or not (np.diff(x) > 0).all():
         raise StageError(
-            f"expected faithfulness of two or more circuits, by ascending share of edges, found {x.tolist()}"
+            "expected the faithfulness of at least two circuits in ascending order of their share of edges, "
+            f"found the shares {x.tolist()}"
         )
     return float(np.trapezoid(f, x)), float(np.trapezoid(np.abs(1 - f), x))
 
 
 def without_each(circuit: Circuit) -> Iterator[tuple[str, Circuit]]:
-    """Leave-one-out circuits: the name of each edge, and the circuit without that edge."""
+    """Yield (name of an edge, the circuit without this edge) for each edge of a circuit."""
     for index in zip(*np.nonzero(circuit.chosen), strict=True):
         remaining = circuit.chosen.copy()
         remaining[index] = False

@@ -32,24 +32,24 @@ if TYPE_CHECKING:
 __all__ = ["MEMORY", "EdgeExperiment", "concatenated", "labels", "nan_without_edge", "one_length"]
 
 MEMORY = 1 << 30
-"""Default budget of bytes beside the model's weights."""
+"""Default memory in bytes, beside the model's weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeExperiment(Experiment):
-    """Pairs of prompts, and what an edge carries that is left out."""
+    """Base class of experiments that leave edges out of a model's graph, on pairs of prompts."""
 
     pairs: tuple[Pair, ...]
-    """Pairs, with metrics of one unit."""
+    """Pairs of prompts, whose metrics have the same unit."""
     alternative: Alternative = "corrupted"
-    """What an edge carries that is left out; see `Alternative`."""
+    """What an edge carries when it is left out; see `Alternative`."""
     seed: int = 0
-    """Seed of the prompts drawn for "resampled"."""
+    """Seed of the prompts drawn for the alternative "resampled"."""
     memory: int = field(default=MEMORY, compare=False)
-    """Budget of bytes beside the model; not part of the key."""
+    """Memory in bytes beside the model; excluded from the key."""
 
     def params(self) -> dict[str, Any]:
-        """All fields but the memory, which changes no number, with pairs as plain values."""
+        """Fields that enter the key of results: all except the memory, which changes no number."""
         fields = {name: value for name, value in vars(self).items() if name != "memory"}
         return {**fields, "pairs": [pair.canonical() for pair in self.pairs]}
 
@@ -59,28 +59,28 @@ class EdgeExperiment(Experiment):
         return self.pairs[0].metric.units
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """Outputs in the unit of the metric."""
+        """Declared outputs, in the unit of the metric."""
         return {name: replace(output, unit=self.unit) for name, output in self.outputs.items()}
 
     def check(self, config: Architecture) -> Layout:
-        """The graph of a model. Raises what `checked_layout` raises."""
+        """Graph of the model, if the fields fit it; raises the errors of `checked_layout`."""
         return checked_layout(self.pairs, self.alternative, config)
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell without labels, unless a subclass has several. Raises what `check` raises."""
+        """One cell without labels, unless a subclass has several; raises the errors of `check`."""
         self.check(config)
         return [{}]
 
     def prepare(self, model: Model) -> Model:
-        """The model: every cell computes for itself."""
+        """The model, with which every cell is computed."""
         return model
 
     def runs(self, prepared: Model, cell: CellLabels) -> list[Run]:
-        """None: a cell is computed by `dataset`."""
+        """No planned runs, because `dataset` computes a cell edge by edge."""
         return []
 
     def sketch(self, config: Architecture, cell: CellLabels) -> None:
-        """None: without runs nothing can be sketched."""
+        """None, because there are no planned runs."""
         return
 
     def measure(self, prepared: Model, cell: CellLabels, result: HookCache) -> Any:
@@ -89,17 +89,17 @@ class EdgeExperiment(Experiment):
 
 
 def labels(layout: Layout) -> dict[str, list[str]]:
-    """Coordinates of the source and destination axes."""
+    """Names of all sources and destinations of a graph, the coordinates of these axes."""
     return {"source": list(layout.sources), "destination": list(layout.destinations)}
 
 
 def nan_without_edge(layout: Layout, values: Any, *, by_position: bool = False) -> Floats:
-    """Values of edges as float64, NaN where the graph has no edge.
+    """Values of edges as float64, with NaN where the graph has no edge.
 
     Arguments:
-        layout: the graph.
-        values: [..., source, destination].
-        by_position: whether the axis before the source counts positions.
+        layout: Graph of the model.
+        values: Values [..., source, destination].
+        by_position: Whether the axis before the source counts positions.
     """
     has_edge = layout.edges_at(np.shape(values)[-3]) if by_position else layout.edges
     # NaN, not 0: an edge without effect must not look like one that does not exist.
@@ -108,11 +108,11 @@ def nan_without_edge(layout: Layout, values: Any, *, by_position: bool = False) 
 
 
 def concatenated(parts: Sequence[xr.Dataset], axis: str) -> xr.Dataset:
-    """Datasets of cells along an axis.
+    """Results of several cells, concatenated along an axis.
 
     Arguments:
-        parts: one dataset per cell.
-        axis: name of the axis; variables without it are equal in all cells, and taken from the first.
+        parts: One dataset per cell.
+        axis: Name of the axis; variables without it are equal in all cells, and taken from the first.
     """
     import xarray as xr
 
@@ -120,20 +120,20 @@ def concatenated(parts: Sequence[xr.Dataset], axis: str) -> xr.Dataset:
 
 
 def one_length(pairs: Sequence[Pair], length: int | None = None) -> int:
-    """Number of tokens of every prompt.
+    """Number of tokens that all prompts have.
 
     Arguments:
-        pairs: pairs of prompts, each of two equally long ones.
-        length: expected number; None for any.
+        pairs: Pairs of prompts, each of two equally long ones.
+        length: Number of tokens that they must have; None for any.
 
     Raises:
-        PromptError: for prompts of several lengths, or of another length than `length`.
+        PromptError: Prompts have several lengths, or another length than `length`.
     """
     lengths = sorted({len(pair.clean) for pair in pairs})
     if len(lengths) > 1 or length not in (None, lengths[0]):
         expected = "one length" if length is None else f"{length} tokens"
         raise PromptError(
-            f"expected prompts of {expected}, as positions are told apart, found lengths {lengths}; choose "
-            "others, or edges of all positions together"
+            f"expected prompts of {expected}, as edges are told apart by position, found lengths {lengths}; "
+            "choose other prompts, or edges without positions"
         )
     return lengths[0]

@@ -41,12 +41,12 @@ from .names import Method
 __all__ = ["LogitGradient", "edge_scores"]
 
 LogitGradient = Callable[[Tensor], Tensor]
-"""Last logits [B, vocab] -> gradient of each pair's metric with respect to them, same shape."""
+"""Function from the last logits [B, vocab] to the gradient of each pair's metric there, same shape."""
 
 
 @dataclass(frozen=True)
 class _GradientPoint:
-    """A run whose gradient enters the estimate, and its weights."""
+    """A run whose gradient enters the estimate, with the weights of this gradient."""
 
     streams: Streams
     """Residual streams of the run."""
@@ -55,9 +55,9 @@ class _GradientPoint:
     node_weight: float
     """Weight of its gradient in node scores."""
     held: tuple[ConstantPart, ...] = ()
-    """Parts with constant output in this run: gradients do not pass through them."""
+    """Parts of the model whose output is constant in this run, so that no gradient passes through them."""
     skips_first_heads: bool = False
-    """Whether edges into the first layer's heads count 0 in this run."""
+    """Whether this run adds nothing to the scores of edges into the first layer's heads."""
 
 
 @torch.no_grad()
@@ -74,17 +74,18 @@ def edge_scores(
     """Scores of the edges, and of all outgoing edges of each node together, summed over a batch's pairs.
 
     Arguments:
-        network: the model's network.
-        layout: its graph.
-        batch: pairs of one length with their clean runs.
-        method: method of estimation; see the module.
-        steps: n of the integrated-gradients methods.
-        of_logits: gradient of each pair's metric at the last logits.
-        by_position: whether scores are kept by position instead of summed over positions.
+        network: The model's network.
+        layout: Graph of the model.
+        batch: Pairs of one length with their clean runs.
+        method: Method of estimation; the module's docstring defines the methods.
+        steps: Number n of steps of the integrated-gradients methods.
+        of_logits: Gradient of each pair's metric at the last logits.
+        by_position: Whether scores are kept by position instead of summed over positions.
 
     Returns:
-        float64 [source, destination], with a first axis position if `by_position`, and float64 [source]. Node
-        scores are 0 for information-flow-routes; those of EAP-IG-inputs use the steps k = 1 … n.
+        (edge scores, node scores): float64 [source, destination], with a first axis position if
+        `by_position`, and float64 [source]. Node scores are 0 for information-flow-routes; those of
+        EAP-IG-inputs use the steps k = 1 … n.
     """
     position_axis = batch.ids.shape[1:] if by_position else ()
     scores = torch.zeros((*position_axis, *layout.edges.shape), dtype=torch.float64)
@@ -111,7 +112,7 @@ def edge_scores(
 def _gradient_points(
     network: SplitNetwork, layout: Layout, batch: PairBatch, method: Method, steps: int
 ) -> Iterator[_GradientPoint]:
-    """Generate the runs in which gradients are taken; only the current run is in memory."""
+    """Yield the runs in which a method takes gradients; only the current run is in memory."""
     if method == "EAP":
         yield _GradientPoint(batch.clean.streams, 1.0, 1.0)
     elif method == "clean-corrupted":
@@ -126,7 +127,7 @@ def _gradient_points(
 def _interpolated_inputs(
     network: SplitNetwork, layout: Layout, batch: PairBatch, steps: int
 ) -> Iterator[_GradientPoint]:
-    """Runs with the embedding k / n of the way to clean: k = 0 … n - 1 for edges, 1 … n for nodes."""
+    """Yield runs with the embedding k / n of the way to clean: k = 0 … n - 1 for edges, 1 … n for nodes."""
     clean_input, weight = batch.clean.streams.heads[0], 1 / steps
     difference = network.embed(batch.corrupted_ids, None)[STREAM] - batch.clean.added[:, 0]
     for k in range(steps):
@@ -139,7 +140,7 @@ def _interpolated_inputs(
 def _interpolated_groups(
     network: SplitNetwork, layout: Layout, batch: PairBatch, steps: int
 ) -> Iterator[_GradientPoint]:
-    """Runs with one group of sources k / n of the way from its replacement to its clean output.
+    """Yield runs with one group of sources k / n of the way from its replacement to its clean output.
 
     With the input interpolated and no other term in the first residual stream, that stream is a constant, and
     edges into the first layer's heads get no gradient, as in the published code. A learned position embedding
@@ -175,7 +176,10 @@ def _interpolated_groups(
 
 
 def _shares(layout: Layout, batch: PairBatch) -> Iterator[tuple[slice, Tensor]]:
-    """Destinations with one input, and each source's share of it, summed over pairs, float64 [source, S]."""
+    """Yield (destinations that read one stream, each source's share of this stream, float64 [source, S]).
+
+    Shares are summed over pairs.
+    """
     streams = batch.clean.streams
     inputs: list[tuple[slice, Tensor]] = [(slice(-1, None), streams.logits)]
     for layer in range(layout.num_layers):
@@ -199,9 +203,9 @@ def _product(change: Tensor, gradient: Tensor, *, by_position: bool) -> Tensor:
     """Inner product over hidden of changes and gradients, summed over pairs.
 
     Arguments:
-        change: [B, source, S, D].
-        gradient: [B, column, S, D].
-        by_position: whether positions are kept apart instead of summed.
+        change: Changes of the sources' outputs [B, source, S, D].
+        gradient: Gradients at the destinations' inputs [B, column, S, D].
+        by_position: Whether positions are kept apart instead of summed.
 
     Returns:
         [source, column], or [position, source, column] if `by_position`.

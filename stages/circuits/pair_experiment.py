@@ -31,7 +31,7 @@ __all__ = ["PairMetricRun", "PairExperiment"]
 
 @dataclass(frozen=True)
 class PairMetricRun:
-    """The clean run of one pair, and a function that measures changed runs of it."""
+    """The clean run of one pair of prompts, and a function that measures changed runs."""
 
     batch: PairBatch
     """Batch that holds this pair only."""
@@ -40,18 +40,18 @@ class PairMetricRun:
     want: Logits
     """Logits that the metric reads."""
     changes: Callable[[Any], list[float]]
-    """Such logits of changed runs [row, token] -> metric minus clean metric, [row]."""
+    """Function from the logits of changed runs [run, token] to their metric minus the clean metric [run]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairExperiment(EdgeExperiment):
-    """Changes of each pair by itself. A cell is a pair."""
+    """Base class of experiments that change sources in one pair of prompts per cell."""
 
     position: int | None = None
-    """Position at which sources are changed, negative from the end; None changes them at all positions."""
+    """Position at which sources are changed (negative: from the end); None for all positions."""
 
     def params(self) -> dict[str, Any]:
-        """All fields; pairs, which label the cells, only for alternatives that depend on all pairs."""
+        """Fields that enter the key of results; pairs only if the alternative depends on all pairs."""
         params = super().params()
         # These replacements depend on the pair alone, so a cell keeps its key when other pairs are added.
         if self.alternative in ("corrupted", "zero"):
@@ -62,33 +62,33 @@ class PairExperiment(EdgeExperiment):
         """Check the fields against a model, as `EdgeExperiment.check`.
 
         Raises:
-            PromptError: for a position outside a prompt.
-            StageError: for a pair that is repeated.
+            PromptError: The position is outside a prompt.
+            StageError: A pair is repeated.
         """
         layout = super().check(config)
         shortest = min(len(pair.clean) for pair in self.pairs)
         if self.position is not None and not -shortest <= self.position < shortest:
             raise PromptError(
-                f"expected a position in {-shortest}..{shortest - 1}, which all prompts have, found "
+                f"expected a position from {-shortest} to {shortest - 1}, which every prompt has, found "
                 f"{self.position}"
             )
         # Equal pairs would be two cells of one key.
         if len({str(pair.canonical()) for pair in self.pairs}) < len(self.pairs):
-            raise StageError("expected pairs that differ, found one of them twice")
+            raise StageError("expected pairs of prompts that differ, found one pair twice; leave one out")
         return layout
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell per pair. Raises what `check` raises."""
+        """One cell per pair of prompts; raises the errors of `check`."""
         self.check(config)
         return [{"pair": pair.canonical()} for pair in self.pairs]
 
     def pair_run(self, model: Model, layout: Layout, cell: CellLabels) -> PairMetricRun:
-        """Clean run of the pair of a cell, with its replacements.
+        """Clean run of a cell's pair, with the replacements of its sources.
 
         Arguments:
-            model: the model.
-            layout: its graph.
-            cell: labels of the cell.
+            model: The model.
+            layout: Graph of the model.
+            cell: Labels of the cell.
         """
         from ..forward.hooks.wants import Logits
         from .batches import as_array, batches

@@ -43,19 +43,19 @@ if TYPE_CHECKING:
 __all__ = ["PathPatching", "has_path"]
 
 TOGETHER = "+"
-"""Joins names of nodes that are patched together."""
+"""Character that joins the names of nodes which are patched together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathPatching(PairExperiment):
-    """Effect of each sender on each receiver, in each pair. A cell is a pair."""
+    """Effect of each sender on each receiver along direct paths, for each pair of prompts (one cell each)."""
 
     receivers: tuple[str, ...]
-    """Names of receivers; the logits only by themselves."""
+    """Names of receivers; the logits cannot be joined with others."""
     senders: tuple[str, ...] = ()
-    """Names of senders; empty for every source by itself."""
+    """Names of senders; empty for every source of the graph by itself."""
     mlps: Literal["recomputed", "held"] = "recomputed"
-    """Whether MLPs on a path are "recomputed", as in the paper, or "held" at the clean run."""
+    """Whether MLPs on a path are "recomputed", as in the paper, or "held" at their clean output."""
 
     name: ClassVar[str] = "path_patching"
     version: ClassVar[int] = 1
@@ -70,36 +70,39 @@ class PathPatching(PairExperiment):
         """Check the fields against a model, as `PairExperiment.check`.
 
         Raises:
-            ConfigError: for a node that the model does not have.
-            StageError: without receivers, for logits joined with other receivers, for a repeated name, or if
+            ConfigError: The model does not have a node.
+            StageError: There are no receivers, the logits are joined with others, a name is repeated, or
                 no path leads from any sender to any receiver.
         """
         layout = super().check(config)
         if self.mlps not in ("recomputed", "held"):
-            raise StageError(f"expected mlps recomputed or held, found {self.mlps!r}")
+            raise StageError(f"expected mlps to be 'recomputed' or 'held', found {self.mlps!r}")
         if not self.receivers:
             raise StageError(f"expected at least one receiver, such as {LOGITS!r}, found none")
         for node_names in (self.senders, self.receivers):
             if len(set(node_names)) < len(node_names):
-                raise StageError(f"expected names that differ, found {', '.join(node_names)}")
+                raise StageError(
+                    "expected each sender and each receiver once, found a repeated name in "
+                    f"{', '.join(node_names)}"
+                )
         senders, receivers = self.sets(layout)
         for names, numbers in zip(self.receivers, receivers, strict=True):
             # Nothing follows the logits, so they cannot share a pass with receivers behind which layers are
             # recomputed.
             if len(numbers) > 1 and len(layout.destinations) - 1 in numbers:
                 raise StageError(
-                    f"expected the logits by themselves, as a path ends there, found {names!r}; ask for them "
-                    "as another receiver"
+                    f"expected the logits as a receiver of their own, as a path ends there, found {names!r}; "
+                    "name them as another receiver"
                 )
         if not has_path(layout, senders, receivers).any():
             raise StageError(
-                f"expected a sender that is computed before a receiver, found {', '.join(self.senders)} "
-                f"and {', '.join(self.receivers)}"
+                "expected a sender that is computed before a receiver, so that a path can lead there, found "
+                f"the senders {', '.join(self.senders)} and the receivers {', '.join(self.receivers)}"
             )
         return layout
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """effect [pair, sender, receiver] and clean [pair], of one pair."""
+        """The outputs effect [pair, sender, receiver] and clean [pair], of one pair."""
         import xarray as xr
 
         layout, declared = self.check(prepared.config), self.outputs_on(prepared.config)
@@ -117,12 +120,12 @@ class PathPatching(PairExperiment):
         """Effect of every sender on every receiver in a pair.
 
         Arguments:
-            model: the model.
-            layout: its graph.
-            pair: clean run of the pair.
+            model: The model.
+            layout: Graph of the model.
+            pair: Clean run of the pair.
 
         Returns:
-            float64 [sender, receiver]; NaN without a path.
+            float64 [sender, receiver]; NaN where no path leads from the sender to the receiver.
         """
         import torch
 
@@ -142,14 +145,14 @@ class PathPatching(PairExperiment):
     def patched(
         self, model: Model, layout: Layout, pair: PairMetricRun, sent: Sent, receivers: Sequence[int]
     ) -> list[float]:
-        """Change of a pair's metric when paths to receivers are patched, [row].
+        """Change of a pair's metric when paths from senders to receivers are patched, one per run.
 
         Arguments:
-            model: the model.
-            layout: its graph.
-            pair: clean run of the pair.
-            sent: changed outputs of the senders, one row per run.
-            receivers: destinations that get them.
+            model: The model.
+            layout: Graph of the model.
+            pair: Clean run of the pair.
+            sent: Changed outputs of the senders, one row per run.
+            receivers: Destinations that get them.
         """
         import torch
 
@@ -174,7 +177,7 @@ class PathPatching(PairExperiment):
         return list(self.senders or layout.sources)
 
     def sets(self, layout: Layout) -> tuple[Bools, list[list[int]]]:
-        """Senders as bool [sender, source], and the destinations of each receiver."""
+        """(sources of each sender, bool [sender, source]; indices of the destinations of each receiver)."""
         # A row per source; joined names get the union of their rows.
         senders = np.eye(len(layout.sources), dtype=np.bool_)
         if self.senders:
@@ -187,9 +190,9 @@ def has_path(layout: Layout, senders: Bools, receivers: Sequence[Sequence[int]])
     """Whether a source of a sender is computed before a destination of a receiver, bool [sender, receiver].
 
     Arguments:
-        layout: graph of the model.
-        senders: bool [sender, source].
-        receivers: destinations of each receiver.
+        layout: Graph of the model.
+        senders: Sources of each sender, bool [sender, source].
+        receivers: Indices of the destinations of each receiver.
     """
     return np.stack([senders @ layout.edges[:, numbers].any(1) for numbers in receivers], axis=1)
 
@@ -198,21 +201,21 @@ def _numbers(joined: str, names: Sequence[str], role: str) -> list[int]:
     """Indices of the nodes in a name such as "a9.h6<q>+a9.h9<q>", ascending.
 
     Arguments:
-        joined: names joined by "+".
-        names: all names of the graph.
+        joined: Names joined by "+".
+        names: All names of sources, or of destinations, of the graph.
         role: "sender" or "receiver", for messages.
 
     Raises:
-        ConfigError: for a name that does not exist, with the nearest one.
-        StageError: for a name that is repeated.
+        ConfigError: A name does not exist.
+        StageError: A name is repeated.
     """
     parts = [part.strip() for part in joined.split(TOGETHER)]
     for part in parts:
         if part not in names:
             near = nearest(part, names)
-            hint = f"did you mean {near!r}?" if near else f"such as {names[-1]!r}"
-            raise ConfigError(f"expected a {role} of this model, found {part!r}; {hint}")
+            hint = f"did you mean {near!r}?" if near else f"a name looks like {names[-1]!r}"
+            raise ConfigError(f"expected the name of a {role} of this model, found {part!r}; {hint}")
     if len(set(parts)) < len(parts):
-        raise StageError(f"expected {role}s that differ, found {joined!r}")
+        raise StageError(f"expected each joined {role} once, found a repeated name in {joined!r}")
     # Sorted: a set of nodes has one spelling, whatever their order in the name.
     return sorted(map(names.index, parts))

@@ -28,7 +28,7 @@ __all__ = ["CircuitRuns"]
 
 
 class CircuitRuns:
-    """Pairs with their clean run and replacements in memory, to be run under circuits repeatedly."""
+    """Pairs of prompts, held with clean runs and replacements, whose metrics under circuits are measured."""
 
     def __init__(
         self,
@@ -39,15 +39,15 @@ class CircuitRuns:
         seed: int = 0,
         memory: int = MEMORY,
     ) -> None:
-        """Run all pairs once.
+        """Run all pairs once, without leaving out edges.
 
         Arguments:
-            model: the model.
-            layout: its graph.
-            pairs: pairs of prompts.
-            alternative: what an edge carries that is left out.
-            seed: of the prompts drawn for "resampled".
-            memory: budget of bytes beside the model.
+            model: The model.
+            layout: Graph of the model.
+            pairs: Pairs of prompts.
+            alternative: What an edge carries when it is left out; see `Alternative`.
+            seed: Seed of the prompts drawn for "resampled".
+            memory: Memory in bytes beside the model.
         """
         self._network, self._layout, self._pairs, self._memory = network_of(model), layout, pairs, memory
         # Kept in memory: a search runs thousands of circuits on the same clean runs.
@@ -64,12 +64,12 @@ class CircuitRuns:
                 self.clean[index] = metric_value(pair.metric, logits, logits)
 
     def values(self, masks: Bools, first: int = 0) -> Floats:
-        """The metric under each circuit, float64 [circuit, pair].
+        """Metric of each pair in runs of some circuits, float64 [circuit, pair].
 
         Arguments:
-            masks: bool [circuit, source, destination], or [circuit, position, source, destination] for pairs
-                of one length.
-            first: first layer into which edges are left out; layers below are taken from the clean run.
+            masks: Edges of each circuit, bool [circuit, source, destination], or [circuit, position, source,
+                destination] for pairs of one length.
+            first: First layer into which edges are left out; layers below are taken from the clean run.
         """
         metrics: Floats = np.zeros((len(masks), len(self._pairs)))
         # Copied: masks of a `Circuit` are read-only, and torch warns about tensors over read-only arrays.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["EdgeEffects", "EdgeScores"]
 
 AXES = ("source", "destination")
-"""Dims of one value per edge."""
+"""Axes of arrays with one value per edge."""
 # A workflow stores the scores, and several experiments select circuits by them: computed once in a process.
 # Weak: scores go when their model does. Nothing is published for a model whose weights changed meanwhile.
 _LAST: WeakKeyDictionary[Model, tuple[str, xr.Dataset]] = WeakKeyDictionary()
@@ -47,14 +47,14 @@ _LAST: WeakKeyDictionary[Model, tuple[str, xr.Dataset]] = WeakKeyDictionary()
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeScores(EdgeExperiment):
-    """Estimated effect of every edge, and of all outgoing edges of a node together, averaged over pairs."""
+    """Estimated effect of leaving out each edge, and all edges of each node, averaged over pairs."""
 
     method: Method = "EAP-IG-inputs"
-    """Method of estimation; see methods.py."""
+    """Method of estimation; methods.py defines the methods."""
     steps: int = 5
-    """Steps of integrated gradients."""
+    """Number of steps of the integrated-gradients methods."""
     by_position: bool = False
-    """Whether each position has its own edges; needs prompts of one length, and gives no node scores."""
+    """Whether each position has edges of its own; needs prompts of one length, and gives no node scores."""
 
     name: ClassVar[str] = "edge_scores"
     version: ClassVar[int] = 1
@@ -69,11 +69,11 @@ class EdgeScores(EdgeExperiment):
 
     @property
     def takes_gradients(self) -> bool:
-        """Whether the method differentiates the metric; shares of a stream have no unit."""
+        """Whether the method differentiates the metric; only then scores have the metric's unit."""
         return self.method != "information-flow-routes"
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """Outputs in the unit of the metric; node scores only where the method has them."""
+        """Declared outputs, in the unit of the metric; node scores only if the method has them."""
         # Information-flow shares have no unit; all other scores are changes of the metric.
         unit = self.unit if self.takes_gradients else "1"
         dims = {"score": ("position", *AXES) if self.by_position else AXES, "node_score": ("source",)}
@@ -91,19 +91,19 @@ class EdgeScores(EdgeExperiment):
         """Check the fields against a model, as `EdgeExperiment.check`.
 
         Raises:
-            StageError: for an unknown method, fewer than one step, or a metric without a gradient.
-            PromptError: for prompts of several lengths, if `by_position`.
+            StageError: The method is unknown, `steps` is below 1, or a metric has no gradient.
+            PromptError: `by_position` is set, and prompts have several lengths.
         """
         layout = super().check(config)
         if self.method not in METHODS:
-            raise StageError(f"expected a method among {', '.join(METHODS)}, found {self.method!r}")
+            raise StageError(f"expected method to be one of {', '.join(METHODS)}, found {self.method!r}")
         if self.steps < 1:
-            raise StageError(f"expected at least one step, found {self.steps}")
+            raise StageError(f"expected steps to be at least 1, found {self.steps}")
         not_differentiable = [pair.metric for pair in self.pairs if not pair.metric.has_gradient]
         if self.takes_gradients and not_differentiable:
             raise StageError(
-                f"{self.method}: expected metrics with a gradient, found {not_differentiable[0].name!r}; "
-                "take a logit difference, or a KL"
+                f"expected metrics with a gradient for the method {self.method}, found "
+                f"{not_differentiable[0].name!r}; use LogitDifference or KL"
             )
         if self.by_position:
             one_length(self.pairs)
@@ -146,7 +146,7 @@ class EdgeScores(EdgeExperiment):
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeEffects(PairExperiment):
-    """Exact effect of leaving out every edge by itself, in each pair. A cell is a pair."""
+    """Exact effect of leaving out one edge at a time, for each pair of prompts (one cell each)."""
 
     name: ClassVar[str] = "edge_effects"
     version: ClassVar[int] = 1

@@ -40,7 +40,7 @@ __all__ = ["CircuitSearch"]
 
 @dataclass(frozen=True, kw_only=True)
 class CircuitSearch(EdgeExperiment):
-    """Circuit found by eliminating edges one by one.
+    """Searches a circuit by leaving out edges of the full model one by one.
 
     "Worse" is in nats for a KL, which is worse where it is larger. For other metrics it is the share of the
     difference between the full model and the empty circuit that is lost.
@@ -49,11 +49,11 @@ class CircuitSearch(EdgeExperiment):
     threshold: float
     """How much worse the metric may become: by each edge ("acdc"), or by all edges left out ("budget")."""
     rule: Literal["acdc", "budget"] = "acdc"
-    """"acdc", or "budget": edges by ascending |score|."""
+    """Rule of the search: "acdc", or "budget", which tests edges in ascending order of |score|."""
     method: Method = "EAP-IG-inputs"
-    """Method of the scores; "budget" only."""
+    """Method that estimates the scores for "budget"."""
     steps: int = 5
-    """Steps of integrated gradients of the scores; "budget" only."""
+    """Number of steps of integrated gradients in these scores."""
 
     name: ClassVar[str] = "circuit_search"
     version: ClassVar[int] = 2
@@ -65,7 +65,7 @@ class CircuitSearch(EdgeExperiment):
     }
 
     def params(self) -> dict[str, Any]:
-        """All fields; method and steps only where the rule uses scores."""
+        """Fields that enter the key of results; method and steps only if the rule uses scores."""
         params = super().params()
         return (
             params
@@ -74,29 +74,32 @@ class CircuitSearch(EdgeExperiment):
         )
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """Outputs; `worse` in the unit of a KL, else without unit."""
+        """Declared outputs; `worse` is in nats for KL metrics, else a share without unit."""
         unit = self.unit if self.is_divergence else "1"
         return {**self.outputs, "worse": Output((), unit, self.outputs["worse"].long_name)}
 
     @property
     def is_divergence(self) -> bool:
-        """Whether all metrics are a KL, which measures the distance from the model by itself."""
+        """Whether all metrics are `KL`, which is itself the distance from the full model."""
         return all(isinstance(pair.metric, KL) for pair in self.pairs)
 
     def check(self, config: Architecture) -> Layout:
         """Check the fields against a model, as `EdgeExperiment.check`.
 
         Raises:
-            StageError: for an unknown rule, a threshold below 0, or a KL of some pairs only.
+            StageError: The rule is unknown, the threshold is below 0, or only some metrics are `KL`.
         """
         if self.rule not in ("acdc", "budget"):
-            raise StageError(f"expected rule acdc or budget, found {self.rule!r}")
+            raise StageError(f"expected rule to be 'acdc' or 'budget', found {self.rule!r}")
         if not (np.isfinite(self.threshold) and self.threshold >= 0):
-            raise StageError(f"expected a threshold of at least 0, found {self.threshold}")
+            raise StageError(f"expected threshold to be finite and at least 0, found {self.threshold}")
         # A KL is worse where it grows, other metrics where they fall towards `empty`: their mean has no
         # direction.
         if not self.is_divergence and any(isinstance(pair.metric, KL) for pair in self.pairs):
-            raise StageError("expected a KL of every pair or of none, found both; search them apart")
+            raise StageError(
+                "expected the metric KL for every pair or for none, as it is the only one that grows when a "
+                "circuit is worse, found both; search them separately"
+            )
         if self.rule == "budget":
             self._scores.check(config)
         return super().check(config)

@@ -40,25 +40,25 @@ __all__ = ["SelectedCircuits"]
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedCircuits(EdgeExperiment):
-    """Circuits of several sizes, selected by scores, and the metric of held-out pairs under each.
+    """Selects circuits of several sizes by edge scores, and measures held-out pairs in runs of each circuit.
 
     `EdgeExperiment.pairs` are the held-out pairs.
     """
 
     chosen_on: tuple[Pair, ...]
-    """Pairs whose scores select the edges."""
+    """Pairs on which edges are scored to select the circuits."""
     sizes: tuple[int, ...]
-    """Sizes in edges, ascending."""
+    """Numbers of edges of the circuits, ascending."""
     method: Method = "EAP-IG-inputs"
-    """Method of the scores; see methods.py."""
+    """Method that estimates the scores; methods.py defines the methods."""
     steps: int = 5
-    """Steps of integrated gradients of the scores."""
+    """Number of steps of integrated gradients in the scores."""
     selection: Literal["top", "greedy"] = "top"
-    """"top", the edges of largest |score|, or "greedy", from the logits backwards (`Circuit.greedy`)."""
+    """"top" takes the edges of largest |score|; "greedy" grows from the logits (`Circuit.greedy`)."""
     minimal: bool = False
-    """Whether to also run each circuit with one edge removed, for every edge (minimality)."""
+    """Whether to also run each circuit without each single edge, which measures minimality."""
     by_position: bool = False
-    """Whether each position has its own edges; needs prompts of one length."""
+    """Whether each position has edges of its own; needs prompts of one length."""
 
     name: ClassVar[str] = "selected_circuits"
     version: ClassVar[int] = 1
@@ -79,7 +79,7 @@ class SelectedCircuits(EdgeExperiment):
     }
 
     def params(self) -> dict[str, Any]:
-        """All fields but the sizes, which label the cells."""
+        """Fields that enter the key of results: all except the sizes, which are labels of cells."""
         # by_position=False is left out, so that circuits without positions keep their keys.
         left_out = {"sizes"} if self.by_position else {"sizes", "by_position"}
         fields = {name: value for name, value in super().params().items() if name not in left_out}
@@ -115,33 +115,36 @@ class SelectedCircuits(EdgeExperiment):
         """Check the fields against a model, as `EdgeExperiment.check`.
 
         Raises:
-            StageError: for sizes that are missing, not ascending or larger than the graph, or an unknown
-                selection.
-            PromptError: for prompts of several lengths, if `by_position`.
+            StageError: Sizes are missing, do not ascend or exceed the graph, or the selection is unknown.
+            PromptError: `by_position` is set, and prompts have several lengths.
         """
         layout = super().check(config)
         self.scores.check(config)
         positions = one_length((*self.chosen_on, *self.pairs)) if self.by_position else None
         n_edges = len(Circuit.whole(layout, positions))
         if not self.sizes or sorted(set(self.sizes)) != list(self.sizes) or not 1 <= self.sizes[0] <= n_edges:
-            raise StageError(f"expected ascending sizes of at least one edge, found {self.sizes}")
+            raise StageError(
+                f"expected sizes of circuits in ascending order, each at least 1 edge, found {self.sizes}"
+            )
         if self.sizes[-1] > n_edges:
-            raise StageError(f"expected sizes of at most {n_edges} edges, found {self.sizes[-1]}")
+            raise StageError(
+                f"expected sizes of at most {n_edges} edges, all that the graph has, found {self.sizes[-1]}"
+            )
         if self.selection not in ("top", "greedy"):
-            raise StageError(f"expected selection top or greedy, found {self.selection!r}")
+            raise StageError(f"expected selection to be 'top' or 'greedy', found {self.selection!r}")
         return layout
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell per size, smallest first. Raises what `check` raises."""
+        """One cell per size, smallest first; raises the errors of `check`."""
         self.check(config)
         return [{"size": size} for size in self.sizes]
 
     def prepare(self, model: Model) -> Any:
-        """The model, and edge scores on `chosen_on`, shared by all sizes."""
+        """(model, edge scores on the pairs `chosen_on`), which all sizes share."""
         return model, self.scores.dataset(model, {}, ())["score"].values
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """Circuit of one size; its metrics, those of its complement and, if `minimal`, without each edge."""
+        """Circuit of one size, with its metrics, its complement's and, if `minimal`, all without one edge."""
         import xarray as xr
 
         from .runs import CircuitRuns

@@ -44,23 +44,26 @@ if TYPE_CHECKING:
 __all__ = ["StrongestPaths", "is_head"]
 
 NONE = -1
-"""Fills `chosen` where fewer senders have a path than were requested."""
+"""Value of `chosen` in places left over when fewer senders than requested have a path."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrongestPaths(PairExperiment):
-    """Effect of every source on the receivers, and random changes of the strongest ones. A cell is a pair."""
+    """Effect of every source on the receivers along paths, and of random changes of the strongest sources.
+
+    A cell is a pair of prompts.
+    """
 
     chosen_on: tuple[Pair, ...]
-    """Pairs whose mean effects select the strongest senders."""
+    """Pairs of prompts on which the strongest senders are selected, by their mean effect."""
     receivers: tuple[str, ...] = (LOGITS,)
-    """Receivers, as for `PathPatching`."""
+    """Names of the receivers, as for `PathPatching`."""
     mlps: Literal["recomputed", "held"] = "recomputed"
     """Whether MLPs on a path are recomputed or held, as for `PathPatching`."""
     strongest: int = 4
-    """Number of heads selected, and of other sources."""
+    """Number of heads to select, and of other sources."""
     draws: int = 20
-    """Random changes of each selected sender."""
+    """Number of random changes of each selected sender."""
     back: int = 0
     """Number of heads with the largest effect on `receivers` whose joint queries, joint keys and joint values
     become the receivers; 0 keeps `receivers`.
@@ -90,34 +93,35 @@ class StrongestPaths(PairExperiment):
         return {**super().outputs_on(config), "chosen": self.outputs["chosen"]}
 
     def check(self, config: Architecture) -> Layout:
-        """Check the fields against a model, as `PathPatching.check`.
+        """Graph of the model, if the fields fit it; raises the errors of `PathPatching.check` too.
 
         Raises:
-            StageError: for numbers below their minimum, pairs of different units, or `back` above the number
-                of heads with a path to the receivers.
+            StageError: A number is below its minimum, the metrics of the pairs have different units, or
+            `back`
+                is above the number of heads with a path to the receivers.
         """
         self._paths(self.chosen_on, self.receivers).check(config)
         paths = self._paths(self.pairs, self.receivers)
         layout = paths.check(config)
         if self.chosen_on[0].metric.units != self.unit:
             raise StageError(
-                f"expected pairs to choose on whose metric is in {self.unit}, as of those to score, found "
-                f"{self.chosen_on[0].metric.units}"
+                f"expected the pairs of chosen_on to have metrics in {self.unit}, as the pairs to measure "
+                f"do, found {self.chosen_on[0].metric.units}"
             )
         for name, minimum in (("strongest", 1), ("draws", 0), ("back", 0)):
             if (count := getattr(self, name)) < minimum:
-                raise StageError(f"expected {name} of at least {minimum}, found {count}")
+                raise StageError(f"expected the field {name} to be at least {minimum}, found {count}")
         is_sender = has_path(layout, *paths.sets(layout)).any(1)
         heads = sum(is_head(layout.sources[source]) for source in np.flatnonzero(is_sender))
         if self.back > heads:
             raise StageError(
-                f"expected back of at most {heads}, the number of heads with a path to "
-                f"{', '.join(self.receivers)}, found {self.back}; choose a smaller one"
+                f"expected the field back to be at most {heads}, the number of heads with a path to "
+                f"{', '.join(self.receivers)}, found {self.back}; choose a smaller number"
             )
         return layout
 
     def _paths(self, pairs: tuple[Pair, ...], receivers: tuple[str, ...]) -> PathPatching:
-        """Path patching from every source to `receivers`."""
+        """Experiment that patches the paths from every source to `receivers`."""
         return PathPatching(
             pairs=pairs,
             receivers=receivers,
@@ -129,7 +133,7 @@ class StrongestPaths(PairExperiment):
         )
 
     def prepare(self, model: Model) -> Any:
-        """Model, path patching to the final receivers, and mean effects [sender, receiver] on `chosen_on`."""
+        """(model, path patching to the final receivers, mean effects [sender, receiver] on `chosen_on`)."""
         layout, receivers = self.check(model.config), self.receivers
         mean_effects = self._mean(model, layout, receivers)
         if self.back:
@@ -141,14 +145,14 @@ class StrongestPaths(PairExperiment):
         return model, self._paths(self.pairs, receivers), mean_effects
 
     def _mean(self, model: Model, layout: Layout, receivers: tuple[str, ...]) -> Floats:
-        """Mean effects on the pairs of `chosen_on`, float64 [sender, receiver]."""
+        """Effects of all senders on receivers, averaged over `chosen_on`, float64 [sender, receiver]."""
         paths = self._paths(self.chosen_on, receivers)
         cells = (paths.pair_run(model, layout, cell) for cell in paths.cells(model.config))
         mean: Floats = np.mean([paths.effects(model, layout, pair) for pair in cells], axis=0)
         return mean
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """All outputs of one pair."""
+        """Effects in one pair, and those of random changes of the strongest senders."""
         import xarray as xr
 
         model, paths, mean_effects = prepared
@@ -171,11 +175,11 @@ class StrongestPaths(PairExperiment):
         """Indices of the n strongest heads, the n strongest other sources and the weakest head.
 
         Arguments:
-            layout: graph of the model.
-            effects: on one receiver, [sender].
+            layout: Graph of the model.
+            effects: Effects on one receiver [sender], NaN without a path.
 
         Returns:
-            int64 [2 n + 1], filled with `NONE` where fewer have a path.
+            int64 [2 n + 1], with `NONE` for missing senders if fewer have a path.
         """
         is_head_source = [is_head(name) for name in layout.sources]
         heads = _ranked(effects[:, None], is_head_source)
@@ -192,7 +196,7 @@ class StrongestPaths(PairExperiment):
     def _random(
         self, model: Model, layout: Layout, paths: PathPatching, pair: PairMetricRun, selected: Ints
     ) -> Floats:
-        """Change of the metric by random changes of selected senders, [draw, told, receiver].
+        """Change of the metric by random changes of selected senders, float64 [draw, selected, receiver].
 
         Each has the norm of the sender's own change, position by position.
         """
@@ -218,16 +222,16 @@ class StrongestPaths(PairExperiment):
 
 
 def is_head(name: str) -> bool:
-    """Whether a sender is a single head."""
+    """Whether a sender's name is that of a single head, such as "a5.h1"."""
     return name.startswith("a") and TOGETHER not in name
 
 
 def _ranked(effects: Floats, is_candidate: Sequence[bool]) -> list[int]:
-    """Indices of senders by descending largest |effect| on any receiver; without those that have no path.
+    """Indices of senders with a path, by their largest |effect| on any receiver, largest first.
 
     Arguments:
-        effects: [sender, receiver], NaN without a path.
-        is_candidate: whether each sender is considered.
+        effects: Effects [sender, receiver], NaN without a path.
+        is_candidate: Whether each sender is considered [sender].
     """
     # NaN marks senders without a path; -1 sorts them last, behind effects of 0.
     size = np.nan_to_num(np.abs(effects), nan=-1.0).max(1)

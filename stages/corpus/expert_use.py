@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["NO_TOKEN", "expert_use"]
 
 NO_TOKEN = -1
-"""Id of tokens left out of the statistics (special tokens), and of ranks for which no token is left."""
+"""Token id that marks tokens left out of the statistics, and empty ranks in lists of tokens."""
 RANKED = ("layer", "expert", "rank")
 
 
@@ -55,30 +55,34 @@ def expert_use(
     draws: int = 50,
     seed: int = 0,
 ) -> xr.Dataset:
-    """Statistics of the tokens that each expert of each layer reads.
+    """Which tokens the router of each layer sends to each expert, and how much the token id decides it.
 
     Arguments:
-        weights: routing weights [layer, token, expert], 0 for experts that are not chosen, any float dtype.
-        token_id: int [token]; `NO_TOKEN` for tokens to leave out, such as special tokens.
-        top_k: number of token ids listed for each expert.
-        least: fewest occurrences of a token id that may be listed.
-        draws: number of permutations of the token ids.
-        seed: seed of the permutations.
+        weights: Routing weights [layer, token, expert], 0 for experts that are not chosen, any float dtype.
+        token_id: Token ids, int [token]; `NO_TOKEN` for tokens to leave out, such as special tokens.
+        top_k: Number of token ids listed for each expert.
+        least: Smallest number of occurrences of a token id that is listed.
+        draws: Number of permutations of the token ids, the null distribution.
+        seed: Seed of the permutations.
 
     Returns:
-        Shares and nats as float64, ids and counts as int64; see `outputs`.
+        The variables in `outputs`: shares and nats as float64, ids and counts as int64.
 
     Raises:
-        PromptError: if all tokens are left out.
-        ShapeError: if a token that counts has no expert with a positive weight.
+        PromptError: All tokens are left out.
+        ShapeError: A token that counts has no expert with a positive weight.
     """
     import xarray as xr
 
     ids = np.asarray(token_id.values, np.int64)
     counted = np.flatnonzero(ids != NO_TOKEN)
     if not len(counted):
-        raise PromptError("expected tokens that are not special, found none; give longer texts")
-    vocabulary, row, occurrences = np.unique(ids[counted], return_inverse=True, return_counts=True)
+        raise PromptError(
+            "expected tokens other than special tokens to measure the use of experts, found none; give "
+            "longer texts"
+        )
+    # id_row: row of each counted token's id in tables by token id.
+    vocabulary, id_row, occurrences = np.unique(ids[counted], return_inverse=True, return_counts=True)
     is_frequent = occurrences >= least
     by_layer, layers = [], weights["layer"].values.tolist()
     for number, layer in enumerate(layers):
@@ -89,11 +93,12 @@ def expert_use(
         if not (totals > 0).all():
             unrouted = int(counted[totals[:, 0] <= 0][0])
             raise ShapeError(
-                f"expected an expert with a weight for every token, found none for token {unrouted} of layer "
-                f"{layer}; capture blocks.*.mlp.hook_expert_weights with nothing changed"
+                "expected at least one expert with a positive routing weight for every token, found none "
+                f"for token {unrouted} in layer {layer}; capture blocks.*.mlp.hook_expert_weights without "
+                "interventions"
             )
         shares = mass / totals
-        joint = _sums_by_id(shares, row, len(vocabulary))
+        joint = _sums_by_id(shares, id_row, len(vocabulary))
         is_routed = mass > 0
         mean_share = joint / occurrences[:, None]
         # Infinity sorts rare ids last; a stable sort gives ties to the lower id, the same on every platform.
@@ -107,7 +112,7 @@ def expert_use(
                 # An expert without tokens has weight 0, not NaN.
                 "weight": shares.sum(0) / np.maximum(is_routed.sum(0), 1),
                 "information": information(joint),
-                "chance": _permuted_information(shares, row, len(vocabulary), draws, (seed, layer)),
+                "chance": _permuted_information(shares, id_row, len(vocabulary), draws, (seed, layer)),
                 "top_id": np.where(is_listed, vocabulary[top], NO_TOKEN),
                 "top_share": np.where(is_listed, top_share, np.nan),
                 "top_count": np.where(is_listed, occurrences[top], 0),
@@ -132,7 +137,15 @@ def information(joint: Floats) -> Any:
 
 
 def _permuted_information(shares: Floats, row: Array, size: int, draws: int, seed: tuple[int, int]) -> Floats:
-    """Mutual information with token ids permuted, [draw]."""
+    """Mutual information [draw] of expert and token id when the ids are permuted.
+
+    Arguments:
+        shares: Share of each token that each expert reads [token, expert].
+        row: Row of each token's id in the table by token id [token].
+        size: Number of distinct token ids.
+        draws: Number of permutations.
+        seed: Seed of the permutations; the index of the draw is appended.
+    """
     values = np.empty(draws)
     for draw in range(draws):
         rng = np.random.default_rng([*seed, draw])
@@ -141,7 +154,7 @@ def _permuted_information(shares: Floats, row: Array, size: int, draws: int, see
 
 
 def _sums_by_id(shares: Floats, row: Array, size: int) -> Floats:
-    """Shares [token, expert] summed over the tokens of each id, [token id, expert]."""
+    """Shares [token, expert] summed over the tokens of each id, float64 [token id, expert]."""
     # bincount takes a single weight per token, hence one call for each expert.
     sums: Floats = np.stack([np.bincount(row, column, size) for column in shares.T], axis=1)
     return sums

@@ -1,4 +1,4 @@
-"""Resolves token positions that settings name as an index, "first", "last", or a phrase of the prompt.
+"""Finds token positions that settings name as an index, "first", "last", or a phrase of the prompt.
 
 Spans of phrases and the mapping of characters to tokens are in store/reading/characters.py, which stored
 prompts (`ds.mi`) use too.
@@ -27,25 +27,25 @@ def phrase_tokens(encoding: Encoding, phrase: str) -> list[int]:
     """Positions of all tokens that overlap a phrase.
 
     Arguments:
-        encoding: tokens of the text.
-        phrase: a phrase that occurs once.
+        encoding: Text with its tokens.
+        phrase: Phrase that occurs once in the text.
 
     Raises:
-        PromptError: if the phrase occurs never or several times.
+        PromptError: The phrase occurs never or several times.
     """
     return encoding.char_range_to_tokens(*find_span(encoding.text, phrase))
 
 
 def position_of(encoding: Encoding, where: Where) -> int:
-    """Token position, 0 to length - 1.
+    """Token position that `where` names, from 0 to the number of tokens - 1.
 
     Arguments:
-        encoding: tokens of the prompt.
-        where: index (negative from the end), "first" (BOS, if the prompt has one), "last", or a phrase of the
-            prompt.
+        encoding: Prompt with its tokens.
+        where: Index (negative from the end), "first" (BOS, if the prompt has one), "last", or a phrase of the
+            prompt, whose last token is meant.
 
     Raises:
-        PromptError: for a position out of range, or a phrase that occurs never or several times.
+        PromptError: The index is out of range, or the phrase occurs never or several times.
     """
     length = len(encoding)
     if isinstance(where, str):
@@ -55,7 +55,8 @@ def position_of(encoding: Encoding, where: Where) -> int:
         return phrase_tokens(encoding, where)[-1]
     if not -length <= where < length:
         raise PromptError(
-            f"expected a position in 0..{length - 1} (or negative, from the end), found {where}"
+            f"expected a position from 0 to {length - 1}, or from {-length} to -1 counted from the end, as "
+            f"the prompt has {length} tokens, found {where}"
         )
     return where % length
 
@@ -64,18 +65,18 @@ def first_difference(ids: Sequence[int], other: Sequence[int]) -> int:
     """First position at which two prompts of equal length differ.
 
     Arguments:
-        ids: token ids of one prompt.
-        other: token ids of the other.
+        ids: Token ids of one prompt.
+        other: Token ids of the other prompt.
 
     Raises:
-        PromptError: if the prompts are equal, or of different length.
+        PromptError: The prompts are equal, or of different length.
     """
     if len(ids) != len(other):
         raise PromptError(
-            f"expected prompts of equal length, found {len(ids)} and {len(other)} tokens; choose another "
-            "counterpart, or the position 'last'"
+            f"expected two prompts of equal length, whose first difference is a position, found {len(ids)} "
+            f"and {len(other)} tokens; choose another counterpart, or the position 'last'"
         )
     for position, pair in enumerate(zip(ids, other, strict=True)):
         if pair[0] != pair[1]:
             return position
-    raise PromptError("expected prompts that differ, found the same one twice; there is nothing to contrast")
+    raise PromptError("expected two different prompts to compare, found the same prompt twice; change one")

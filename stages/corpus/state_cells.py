@@ -24,7 +24,7 @@ __all__ = ["added", "as_layers", "by_layer", "end_to_end", "state_rows", "token_
 
 
 def state_rows(states: xr.DataArray) -> Iterator[tuple[slice, Array]]:
-    """Yield (token range, float32 states [token, hidden]) over the token axis of states of one layer."""
+    """Yield (token range, float32 states [token, hidden]) of one layer, block by block along the tokens."""
     return ahead(
         token_ranges(states, states.sizes["hidden"]),
         lambda tokens: read_rows(states, tokens, np.arange(tokens.stop - tokens.start)),
@@ -32,42 +32,43 @@ def state_rows(states: xr.DataArray) -> Iterator[tuple[slice, Array]]:
 
 
 def as_layers(states: xr.DataArray) -> xr.DataArray:
-    """States with axes in the order [layer, token, hidden].
+    """States with axes in the order [layer, token, hidden]; one selected layer becomes an axis of length 1.
 
     Raises:
-        ShapeError: for other axes; a scalar coordinate `layer` (one selected layer) becomes an axis.
+        ShapeError: The states have other axes.
     """
     # isel(layer=0) drops the axis, but leaves the layer as a scalar coordinate.
     if "layer" not in states.dims and "layer" in states.coords:
         states = states.expand_dims("layer")
     if set(states.dims) != {"layer", "token", "hidden"}:
         raise ShapeError(
-            f"expected states [layer, token, hidden], found {states.dims}; stack prompts into one token "
-            "axis, and keep a single layer as a list: isel(layer=[0])"
+            "expected states with the dimensions layer, token and hidden, found "
+            f"{', '.join(map(str, states.dims))}; stack prompts into one token axis, and select a single "
+            "layer as a list: isel(layer=[0])"
         )
     return states.transpose("layer", "token", "hidden")
 
 
 def token_labels(states: xr.DataArray) -> dict[Any, xr.DataArray]:
-    """Coordinates of states without those along `hidden`, for results that are reduced over it."""
+    """Coordinates of states that do not depend on `hidden`, for results that are reduced over it."""
     return {name: coord for name, coord in states.coords.items() if "hidden" not in coord.dims}
 
 
 def by_layer(join: Callable[[list[xr.Dataset]], xr.Dataset]) -> Callable[[Iterable[xr.Dataset]], xr.Dataset]:
-    """`combine` function for cells of (layer, segment), made of one that joins the segments of a layer.
+    """Function that joins the results of cells of one layer and one segment of tokens, over both.
 
     Arguments:
-        join: joins the results of one layer's segments, in order.
+        join: Function that joins the results of one layer's segments, given in order.
     """
 
     def combine(parts: Iterable[xr.Dataset]) -> xr.Dataset:
         import xarray as xr
 
-        columns: dict[tuple[int, ...], list[xr.Dataset]] = {}
+        parts_by_layer: dict[tuple[int, ...], list[xr.Dataset]] = {}
         for part in parts:
             layers = np.atleast_1d(part["layer"].values).tolist() if "layer" in part else ()
-            columns.setdefault(tuple(layers), []).append(part)
-        joined = [join(column) for column in columns.values()]
+            parts_by_layer.setdefault(tuple(layers), []).append(part)
+        joined = [join(segments) for segments in parts_by_layer.values()]
         if len(joined) == 1:
             return joined[0]
         # xarray's defaults compare all coordinates of all parts, which reads lazy token labels.
@@ -86,11 +87,11 @@ def end_to_end(parts: list[xr.Dataset]) -> xr.Dataset:
 
 
 def added(parts: list[xr.Dataset], names: Iterable[str]) -> xr.Dataset:
-    """Sum of the results of one layer's segments.
+    """One layer's result from its segments, for variables that are sums over tokens.
 
     Arguments:
-        parts: datasets of the segments.
-        names: variables to sum; the others are those of the first segment.
+        parts: Results of the segments.
+        names: Variables to add up; the other variables are taken from the first segment.
     """
     sums = {name: parts[0][name].copy(data=sum(part[name].values for part in parts)) for name in names}
     return parts[0].assign(sums)

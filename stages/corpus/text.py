@@ -29,14 +29,14 @@ __all__ = ["character_counts", "pack_lines", "token_counts", "wrap"]
 
 
 def wrap(text: str, width: int) -> str:
-    """`text` re-wrapped greedily at `width` characters; each run of white space counts as one space.
+    """The text in lines of at most `width` characters, as many words a line as fit.
 
     Arguments:
-        text: prose.
-        width: most characters of a line; only a line of a single word may be longer.
+        text: Prose; each run of white space counts as one space.
+        width: Largest number of characters of a line; only a line of a single word may be longer.
 
     Raises:
-        PromptError: for a width below 1.
+        PromptError: The width is below 1.
 
     >>> wrap("the cat\\nsat on the mat", 7)
     'the cat\\nsat on\\nthe mat'
@@ -49,15 +49,15 @@ def wrap(text: str, width: int) -> str:
 
 
 def character_counts(text: str, char_start: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int32]:
-    """Characters between the start of each token's line and the token's first character, int32 [token].
+    """Number of characters between the start of the line and each token's first character, int32 [token].
 
     Arguments:
-        text: the text of the tokens.
-        char_start: offset of each token's first character in `text`, in characters; -1 for tokens that are
+        text: The text of the tokens.
+        char_start: Offset of each token's first character in `text`, in characters; -1 for tokens that are
             not part of the text (BOS), whose count is -1.
 
     Raises:
-        PromptError: for an offset beyond the text.
+        PromptError: An offset is beyond the end of the text.
 
     >>> character_counts("ab\\ncde", [0, 2, 3, 5]).tolist()
     [0, 2, 0, 2]
@@ -65,8 +65,8 @@ def character_counts(text: str, char_start: Sequence[int] | npt.NDArray[Any]) ->
     starts = np.asarray(char_start, np.int64)
     if len(starts) and starts.max() > len(text):
         raise PromptError(
-            f"expected token starts within the text ({len(text)} characters), found {starts.max()}; "
-            "are these byte offsets, or offsets into another text?"
+            f"expected character offsets of tokens up to {len(text)}, the length of the text, found "
+            f"{starts.max()}; give offsets in characters, not bytes, into this text"
         )
     newlines = np.flatnonzero(np.fromiter((c == "\n" for c in text), bool, len(text)))
     line_starts = np.concatenate([[0], newlines + 1])
@@ -76,45 +76,46 @@ def character_counts(text: str, char_start: Sequence[int] | npt.NDArray[Any]) ->
 
 
 def pack_lines(text: str, char_start: Sequence[int] | npt.NDArray[Any], context: int) -> list[str]:
-    """Cut `text` into pieces of whole lines, each of at most `context` tokens.
+    """Cut a text into pieces of whole lines, each of at most `context` tokens.
 
     Within a line a cut would leave tokens whose distance from the last newline the model cannot see.
 
     Arguments:
-        text: the whole text.
-        char_start: offset of each token in `text`, as in `character_counts`.
-        context: most tokens of a piece.
+        text: The whole text.
+        char_start: Offset of each token in `text`, as in `character_counts`.
+        context: Largest number of tokens of a piece.
 
     Raises:
-        PromptError: if a single line is longer than `context`.
+        PromptError: A single line has more tokens than `context`.
     """
     lines = text.splitlines(keepends=True)
     ends = np.array(list(accumulate(len(line) for line in lines)), np.int64)
     starts = np.asarray(char_start, np.int64)
     per_line = np.bincount(np.searchsorted(ends, starts[starts >= 0], side="right"), minlength=len(lines))
     pieces: list[list[str]] = []
-    room = 0
+    free_tokens = 0
     # Not strict: a token that starts at the end of the text adds an entry after the last line.
     for number, (line, tokens) in enumerate(zip(lines, per_line.tolist(), strict=False)):
         if tokens > context:
             raise PromptError(
-                f"line {number} has {tokens} tokens, expected at most {context}; wrap at a smaller width"
+                f"expected lines of at most {context} tokens, the length of a prompt, found {tokens} tokens "
+                f"in line {number}; wrap the text at a smaller width"
             )
-        if tokens > room:
+        if tokens > free_tokens:
             pieces.append([])
-            room = context
+            free_tokens = context
         pieces[-1].append(line)
-        room -= tokens
+        free_tokens -= tokens
     return ["".join(piece) for piece in pieces]
 
 
 def token_counts(tokens: PackedTokens, *, line_breaks: bool) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Character count of every token, int32 [token]; -1 for tokens to leave out of means over counts.
+    """Character count of every token in its line, int32 [token]; -1 for tokens that do not count.
 
     Arguments:
-        tokens: packed tokens with their texts and character spans.
-        line_breaks: whether tokens that contain a line break have a count. They occur only at counts near the
-            line widths of the corpus, so their mean per count reflects these widths instead of the count.
+        tokens: Packed tokens with their texts and character spans.
+        line_breaks: Whether tokens that contain a line break count. They occur only at counts near the line
+            widths of the corpus, so their mean per count reflects these widths instead of the count.
     """
     assert tokens.texts is not None
     assert tokens.char_start is not None

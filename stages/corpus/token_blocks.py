@@ -26,17 +26,17 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 BLOCK_BYTES = 1 << 24
-"""Bytes of one float32 array [token, width] of a range; about five such arrays exist at a time."""
+"""Size in bytes of one float32 array [token, width] of a range; about five such arrays exist at once."""
 _LARGEST = 4
-"""Largest chunk that is read whole, in multiples of the range size."""
+"""Size above which a dask chunk is cut, in multiples of BLOCK_BYTES."""
 
 
 def token_ranges(states: xr.DataArray, width: int) -> Iterator[slice]:
-    """Consecutive ranges that cover the token axis of `states`.
+    """Yield consecutive ranges of tokens that cover the token axis of `states` and fit in memory.
 
     Arguments:
-        states: array with a token axis, lazy or not.
-        width: numbers per token of the widest float32 array that the caller makes of a range.
+        states: Array with a token axis, lazy or not.
+        width: Numbers per token of the widest float32 array that the caller makes of a range.
     """
     step = max(256, BLOCK_BYTES // (4 * max(width, 1)))
     start = end = 0
@@ -54,13 +54,13 @@ def token_ranges(states: xr.DataArray, width: int) -> Iterator[slice]:
 
 
 def read_rows(states: xr.DataArray, tokens: slice, rows: Array, **at: int) -> Array:
-    """Selected rows of a token range, float32 [row, ...]; only the range is read.
+    """Values at some tokens of a range, float32 [row, ...]; only the range is read.
 
     Arguments:
-        states: array with a token axis, lazy or not.
-        tokens: token range.
-        rows: indices within the range, ascending.
-        at: index on each further axis to select, e.g. layer=0.
+        states: Array with a token axis, lazy or not.
+        tokens: Range of tokens.
+        rows: Indices within the range, ascending.
+        at: Index to select on each of some other axes, such as layer=0.
     """
     # The variable alone: coordinates are lazy too, and would be computed for every range.
     values = read_here(states.variable.isel({"token": tokens, **at}).transpose("token", ...))
@@ -69,8 +69,10 @@ def read_rows(states: xr.DataArray, tokens: slice, rows: Array, **at: int) -> Ar
 
 
 def read_here(lazy: xr.Variable) -> Array:
-    """Values of a variable, computed in the calling thread: dask's pool costs more than it gains on few
-    chunks."""
+    """Values of a lazy variable, computed in the calling thread.
+
+    For few chunks dask's thread pool costs more than it gains.
+    """
     if lazy.chunks is None or lazy.data.npartitions > 1:
         return lazy.load(scheduler="synchronous").values
     from dask.core import flatten
@@ -87,8 +89,8 @@ def ahead(items: Iterable[T], read: Callable[[T], R]) -> Iterator[tuple[T, R]]:
     """Yield (item, read(item)); a second thread reads the next item while the caller works on this one.
 
     Arguments:
-        items: items in the order in which they are read.
-        read: reads one item; called in the second thread.
+        items: Items in the order in which they are read.
+        read: Function that reads one item; called in the second thread.
     """
     # Submitted before the last item is yielded, and never more than one ahead: two blocks in memory.
     with ThreadPoolExecutor(1) as reader:

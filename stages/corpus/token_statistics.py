@@ -33,13 +33,13 @@ __all__ = ["dimension_sums", "outlier_dimensions", "token_statistics"]
 TOKEN = ("layer", "token")
 DIMENSION = ("layer", "hidden")
 MAGNITUDE, TOKEN_SHARE, LAYER_SHARE = 6.0, 0.06, 0.25
-"""Criterion of Dettmers et al. 2022: least magnitude, share of tokens, share of layers."""
+"""Criterion of Dettmers et al. 2022 for outliers: smallest magnitude, share of tokens, share of layers."""
 Z = 3.0
-"""Least |z-score| of an outlier, as Luo et al. 2021."""
+"""Smallest |z-score| of an outlier dimension, as in Luo et al. 2021."""
 
 
-def _added(parts: list[xr.Dataset]) -> xr.Dataset:
-    """Join the segments of a layer: sums are added, of maxima the largest counts."""
+def _joined_segments(parts: list[xr.Dataset]) -> xr.Dataset:
+    """Result of `dimension_sums` for one layer from those of its segments: sums added, maxima compared."""
     largest = np.max([part["largest"].values for part in parts], axis=0)
     sums = added(parts, ("n", "total", "squares", "above"))
     return sums.assign(largest=sums["largest"].copy(data=largest))
@@ -76,18 +76,21 @@ def token_statistics(states: xr.DataArray) -> xr.Dataset:
     moments = {name: np.empty(shape, np.float32) for name in ("norm", "mean", "std", "kurtosis")}
     for layer in range(shape[0]):
         for tokens, rows in state_rows(states.isel(layer=layer)):
-            wide = rows.astype(np.float64)  # in float32, fourth powers of an outlier round away the others
-            mean = wide.mean(axis=1, keepdims=True)
-            moments["norm"][layer, tokens] = np.sqrt(np.einsum("th,th->t", wide, wide))
+            # float64: in float32, the fourth power of an outlier rounds away the other entries.
+            block = rows.astype(np.float64)
+            mean = block.mean(axis=1, keepdims=True)
+            moments["norm"][layer, tokens] = np.sqrt(np.einsum("th,th->t", block, block))
             moments["mean"][layer, tokens] = mean[:, 0]
             # In place: one float64 block in memory instead of three.
-            wide -= mean
-            np.square(wide, out=wide)
-            variance = wide.mean(axis=1)
-            fourth = np.einsum("th,th->t", wide, wide) / wide.shape[1]
+            block -= mean
+            np.square(block, out=block)
+            variance = block.mean(axis=1)
+            fourth_moment = np.einsum("th,th->t", block, block) / block.shape[1]
             moments["std"][layer, tokens] = np.sqrt(variance)
             with np.errstate(invalid="ignore"):
-                moments["kurtosis"][layer, tokens] = fourth / np.where(variance > 0, variance, np.nan) ** 2
+                # NaN for states whose entries are all equal.
+                squared_variance = np.where(variance > 0, variance, np.nan) ** 2
+                moments["kurtosis"][layer, tokens] = fourth_moment / squared_variance
     return xr.Dataset(
         {name: (TOKEN, values) for name, values in moments.items()}, coords=token_labels(states)
     )
@@ -104,15 +107,15 @@ def token_statistics(states: xr.DataArray) -> xr.Dataset:
         "largest": Output(DIMENSION, "1", "largest magnitude"),
     },
     cells=("layer", "segment"),
-    combine=by_layer(_added),
+    combine=by_layer(_joined_segments),
     memory=1.0,
 )
 def dimension_sums(states: xr.DataArray, *, magnitude: float = MAGNITUDE) -> xr.Dataset:
-    """Sums per dimension that `outlier_dimensions` needs; those of several segments can be added.
+    """Sums over tokens for each dimension, from which `outlier_dimensions` finds outliers.
 
     Arguments:
         states: [layer, token, hidden], any float dtype, lazy or not.
-        magnitude: least magnitude of an outlier, in the unit of the activations.
+        magnitude: Smallest magnitude of an outlier, in the unit of the activations.
 
     Returns:
         n int64 [layer]; total, squares float64, above int64, largest float32 [layer, hidden].
@@ -161,10 +164,10 @@ def outlier_dimensions(
     """Which dimensions of the residual stream are outliers, by magnitude and by z-score.
 
     Arguments:
-        sums: result of `dimension_sums`, whose magnitude threshold applies.
-        token_share: least share of a layer's tokens in which the dimension reaches that magnitude.
-        layer_share: least share of layers with so many such tokens.
-        z: least |z-score|.
+        sums: Result of `dimension_sums`, whose magnitude threshold applies.
+        token_share: Smallest share of a layer's tokens in which an outlier reaches that magnitude.
+        layer_share: Smallest share of layers in which an outlier does so.
+        z: Smallest |z-score| of an outlier by the second criterion.
 
     Returns:
         share, z_score, mean, root_mean_square float64, largest float32, is_far bool [layer, hidden];
@@ -172,13 +175,16 @@ def outlier_dimensions(
         0.
 
     Raises:
-        ShapeError: if the sums contain no token.
+        ShapeError: A layer has no token.
     """
     import xarray as xr
 
     n = sums["n"].values[:, None]
     if (n == 0).any():
-        raise ShapeError("expected at least one token in every layer, found none; select some tokens")
+        raise ShapeError(
+            "expected states of at least one token in every layer to find outlier dimensions, found none; "
+            "select some tokens"
+        )
     mean = sums["total"].transpose(*DIMENSION).values / n
     share = sums["above"].transpose(*DIMENSION).values / n
     layers = (share >= token_share).mean(axis=0)

@@ -38,28 +38,29 @@ __all__ = ["Means", "ChangedModelExperiment", "Prompts", "batches", "log_probabi
 Prompts = tuple[tuple[int, ...], ...]
 """Token ids of several prompts."""
 SKIP = 1
-"""Number of first positions that a dictionary does not reconstruct, as in its training."""
+"""Number of positions at the start of a prompt that keep their activations, as in a dictionary's training."""
 BATCH_TOKENS = 4096
-"""Most tokens in one batch of prompts; part of no key, but rounding depends on it (`batches`)."""
+"""Largest number of tokens in a batch of prompts; in no key, although rounding depends on it (`batches`)."""
 LOGIT_BYTES = 1 << 26
-"""Most bytes of log-probabilities in memory at a time: 64 MiB."""
+"""Largest size in bytes of the log-probabilities in memory at once: 64 MiB."""
 
 
 @dataclass(frozen=True)
 class Means:
-    """Mean ablation: hook points set to their mean over reference prompts.
+    """Mean ablation: hook points are set to their mean activation over reference prompts.
 
     Raises:
-        ConfigError: for hook points without a position axis, or references of at most `skip` tokens.
+        ConfigError: A hook point has no position axis, or a reference has at most `skip` tokens.
     """
 
     points: tuple[str, ...]
-    """Names of the hook points."""
+    """Names of the hook points that are ablated."""
     references: Prompts
     """Token ids of the prompts over whose positions the mean is taken, all together."""
     skip: int = SKIP
-    """Number of first positions that keep their activations and are left out of the mean: a BOS token, or a
-    first token that serves as attention sink, has activations unlike all others.
+    """Number of positions at the start that keep their activations and are left out of the mean.
+
+    A BOS token, or a first token that serves as attention sink, has activations unlike all others.
     """
 
     def __post_init__(self) -> None:
@@ -67,13 +68,13 @@ class Means:
         for point in map(HookPoint.parse, self.points):
             if "position" not in point.dims:
                 raise ConfigError(
-                    f"expected hook points with a row per token to take means of, found {str(point)!r} with "
-                    f"axes {', '.join(point.dims[1:])}; set it to zero instead"
+                    f"expected hook points with a position axis for mean ablation, found {str(point)!r} with "
+                    f"the axes {', '.join(point.dims[1:])}; set it to zero instead"
                 )
         if min(map(len, self.references), default=0) <= self.skip:
             raise ConfigError(
-                f"expected prompts of more than {self.skip} tokens to take means over, found "
-                f"{min(map(len, self.references), default='none')}"
+                f"expected reference prompts of more than {self.skip} tokens for mean ablation, found "
+                f"{min(map(len, self.references), default='none')} in the shortest; give longer prompts"
             )
 
     def canonical(self) -> dict[str, Any]:
@@ -87,39 +88,42 @@ class Means:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Kinds of its hook points, without layers: "resid_post"."""
+        """Kinds of the ablated hook points, without layers, such as "resid_post"."""
         return frozenset(HookPoint.parse(point).kind for point in self.points)
 
     def taken(self, model: Model) -> dict[HookPoint, Tensor]:
-        """Mean activation of every hook point of these kinds, in all layers."""
+        """Mean activations of all hook points of the ablated kinds, in every layer of the model."""
         # All layers, not only the changed ones: controls draw other layers, and share this pass (`baseline`).
         points = [point for point in model.config.hook_points if point.kind in self.kinds]
         return mean_activations(model, points, self.references, skip=self.skip)
 
     def spec(self, means: dict[HookPoint, Tensor], length: int) -> HookSpec:
-        """Interventions on prompts of one length.
+        """Interventions that set the hook points to their means, for prompts of one length.
 
         Arguments:
-            means: result of `taken`.
-            length: number of tokens of each prompt.
+            means: Mean activations, from `taken`.
+            length: Number of tokens of each prompt.
 
         Raises:
-            HookPointNotFound: for a hook point that the model does not have.
+            HookPointNotFound: The model does not have a hook point.
         """
         spec, positions = HookSpec(), tuple(range(self.skip, length))
         for point in map(HookPoint.parse, self.points if positions else ()):
             if point not in means:
-                raise HookPointNotFound(f"the model has no hook point {str(point)!r}")
+                raise HookPointNotFound(
+                    f"expected hook points of the model for mean ablation, found {str(point)!r}, which it "
+                    "does not have; `model.hook_points` lists them"
+                )
             spec = spec.intervene(point, Replace(means[point], positions=positions))
         return spec
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChangedModelExperiment(Experiment):
-    """Base of experiments on a model, unchanged or under one change.
+    """Base class of experiments on a model that is unchanged or has one change.
 
     Raises:
-        ConfigError: for several changes, a HookSpec that captures, or `turned` without a dictionary.
+        ConfigError: There are several changes, `hooks` captures something, or `turned` has no dictionary.
     """
 
     resources: ClassVar[tuple[str, ...]] = ("model", "dictionary")
@@ -129,14 +133,16 @@ class ChangedModelExperiment(Experiment):
     mean: Means | None = None
     """Mean ablation; None for none."""
     dictionary: str = ""
-    """Name of a dictionary whose reconstructions replace the activations that it writes, at all its layers at
-    once; not part of the key, which has `features`.
+    """Name of a dictionary whose reconstructions replace activations at all its layers at once; "" for none.
+
+    Excluded from the key, which contains `features`.
     """
     features: str = ""
-    """Digest of the dictionary's files, its identity in the key."""
+    """Digest of the dictionary's files; part of the key."""
     turned: int | None = None
-    """Seed of random rotations of the dictionary's errors, a control (random_errors.py); None for the
-    reconstructions themselves.
+    """Seed of random rotations of the dictionary's errors, a control (random_errors.py).
+
+    None for the reconstructions themselves.
     """
 
     def __post_init__(self) -> None:
@@ -148,13 +154,18 @@ class ChangedModelExperiment(Experiment):
         changes = [name for name, is_change in is_set.items() if is_change]
         if len(changes) > 1:
             raise ConfigError(
-                f"expected one change of the model, found {' and '.join(changes)}; evaluate one after the "
-                "other"
+                f"expected one change of the model at a time, found {' and '.join(changes)}; evaluate them "
+                "in separate experiments"
             )
         if self.hooks is not None and self.hooks.num_captures:
-            raise ConfigError(f"{self.name}: expected interventions alone, found captures; leave them out")
+            raise ConfigError(
+                f"{self.name}: expected hooks to hold interventions only, found captures; leave out the "
+                "captures"
+            )
         if self.turned is not None and not self.dictionary:
-            raise ConfigError(f"{self.name}: expected a dictionary whose errors are turned, found none")
+            raise ConfigError(
+                f"{self.name}: expected a dictionary, as turned rotates its errors, found none; name one"
+            )
 
     @property
     def change(self) -> dict[str, Any]:
@@ -170,7 +181,7 @@ class ChangedModelExperiment(Experiment):
 
     @property
     def baseline(self) -> Hashable:
-        """Identity of what `prepare` computes: means of some kinds over some references, or a dictionary."""
+        """Identity of what `prepare` computes, which experiments of equal identity share."""
         if self.mean is not None:
             return "mean", self.mean.kinds, self.mean.references, self.mean.skip
         return "dictionary", self.dictionary, self.features
@@ -185,7 +196,7 @@ class ChangedModelExperiment(Experiment):
         return StoredDictionary(self.dictionary, self.features, "cpu")
 
     def prepare(self, model: Model) -> tuple[Model, Any]:
-        """The model, and the means or reconstructions that `bound` reads; None for neither."""
+        """(model, mean activations or reconstructions that `bound` reads; None if there are neither)."""
         if self.mean is not None:
             return model, self.mean.taken(model)
         if not self.dictionary:
@@ -201,11 +212,11 @@ class ChangedModelExperiment(Experiment):
         return model, RandomErrors(ReconstructionRuns(model, layers, read, write, SKIP))
 
     def bound(self, prepared: tuple[Model, Any], rows: list[list[int]]) -> BoundSpec:
-        """HookSpec of prompts of one length, bound to the model.
+        """Interventions that make the change on prompts of one length, bound to the model.
 
         Arguments:
-            prepared: result of `prepare`.
-            rows: token ids of the prompts.
+            prepared: Result of `prepare`.
+            rows: Token ids of the prompts.
         """
         model, payload = prepared
         if self.mean is not None:
@@ -222,7 +233,7 @@ class ChangedModelExperiment(Experiment):
         )
 
     def runs(self, prepared: Any, cell: CellLabels) -> Sequence[Run]:
-        """None: reconstructions are known only once the model has run, so no runs can be planned."""
+        """No planned runs: reconstructions are known only once the model has run."""
         return []
 
     def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> None:
@@ -230,7 +241,7 @@ class ChangedModelExperiment(Experiment):
 
 
 def batches(prompts: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], list[list[int]]]]:
-    """(indices, prompts) of prompts of equal length, at most `BATCH_TOKENS` tokens together."""
+    """Yield (indices, prompts) of batches of prompts of equal length, of at most `BATCH_TOKENS` tokens."""
     # Batches depend on the prompts alone: rounding of a pass depends on what shares its batch.
     by_length: dict[int, list[int]] = defaultdict(list)
     for index, ids in enumerate(prompts):
@@ -249,16 +260,16 @@ def log_probabilities(
     """Next-token log-probabilities of prompts of one length, a few positions at a time.
 
     Arguments:
-        model: the model.
-        rows: token ids of the prompts.
-        spec: interventions on these prompts, bound to the model.
-        last: whether to compute the last position only.
+        model: The model.
+        rows: Token ids of the prompts.
+        spec: Interventions on these prompts, bound to the model.
+        last: Whether to compute the last position only.
 
-    Returns:
-        Pairs of a slice of positions and float32 [prompt, position, vocab] in nats.
+    Yields:
+        (slice of positions, their log-probabilities in nats, float32 [prompt, position, vocab]).
 
     Raises:
-        ConfigError: for a model that does not predict the next token.
+        ConfigError: The model does not predict the next token.
     """
     model.config.require_next_token()
     length, point = len(rows[0]), HookPoint("final_norm")

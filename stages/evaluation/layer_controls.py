@@ -19,7 +19,7 @@ from ..forward.architectures.points import HookPoint
 __all__ = ["layer_controls"]
 
 TRIES = 200
-"""Draws per requested set: in hybrid models a drawn layer may lack the hook points."""
+"""Largest number of draws per requested set; in hybrid models a drawn layer may lack the hook points."""
 REPEATS = 20
 """After this many draws per known set without a new one, all sets are taken to be known; a further one would
 go unseen with probability e^-20.
@@ -29,13 +29,13 @@ go unseen with probability e^-20.
 def layer_controls(
     points: Sequence[HookPoint], available: Sequence[HookPoint], count: int, *, seed: int
 ) -> list[tuple[HookPoint, ...]]:
-    """Distinct other sets of hook points, with the same kinds together in random layers.
+    """Control sets of hook points: the same kinds as in `points`, moved together to random layers.
 
     Arguments:
-        points: the hook points that are changed.
-        available: every hook point of the model.
-        count: number of sets; fewer are returned where fewer exist.
-        seed: seed of the draws.
+        points: The hook points that are changed in the model.
+        available: Every hook point of the model.
+        count: Number of sets; fewer are returned if fewer exist.
+        seed: Seed of the draws.
 
     >>> model = [HookPoint("mlp_out", layer) for layer in range(3)]
     >>> sorted(layer_controls([model[1]], model, 9, seed=0), key=str)
@@ -44,9 +44,11 @@ def layer_controls(
     []
     """
     original = frozenset(points)
-    slots, kinds_of_layer = list(_kinds(points).values()), _kinds(available)
+    kinds_together, kinds_of_layer = list(_kinds(points).values()), _kinds(available)
     fixed = [point for point in original if point.layer is None]
-    candidates = [layer for layer, kinds in kinds_of_layer.items() if any(slot <= kinds for slot in slots)]
+    candidates = [
+        layer for layer, kinds in kinds_of_layer.items() if any(group <= kinds for group in kinds_together)
+    ]
     rng = np.random.default_rng(seed)
     sets: dict[frozenset[HookPoint], None] = {}
     repeats = 0
@@ -54,10 +56,11 @@ def layer_controls(
         if len(sets) == count or repeats > REPEATS * (1 + len(sets)):
             break
         # Drawn by rejection: uniform over valid sets, which are hard to enumerate in hybrid models.
-        layers = rng.permutation(candidates)[: len(slots)].tolist()
-        if not all(slot <= kinds_of_layer[layer] for slot, layer in zip(slots, layers, strict=True)):
+        layers = rng.permutation(candidates)[: len(kinds_together)].tolist()
+        assigned = list(zip(layers, kinds_together, strict=True))
+        if not all(group <= kinds_of_layer[layer] for layer, group in assigned):
             continue
-        moved = [HookPoint(kind, layer) for slot, layer in zip(slots, layers, strict=True) for kind in slot]
+        moved = [HookPoint(kind, layer) for layer, group in assigned for kind in group]
         control = frozenset([*moved, *fixed])
         repeats = repeats + 1 if control in sets or control == original else 0
         if not repeats:
@@ -66,7 +69,7 @@ def layer_controls(
 
 
 def _kinds(points: Sequence[HookPoint]) -> dict[int, frozenset[str]]:
-    """Kinds of hook points by layer."""
+    """Kinds of the hook points of each layer, by layer, ascending; those without a layer are left out."""
     kinds_of: dict[int, set[str]] = defaultdict(set)
     for point in points:
         if point.layer is not None:

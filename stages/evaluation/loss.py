@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 __all__ = ["CorpusLoss", "over_spans"]
 
 TOGETHER = 64
-"""Prompts per cell: an interrupted evaluation repeats at most as many."""
+"""Number of prompts of a cell, which is stored at once: an interrupted evaluation repeats at most as many."""
 
 
 @dataclass(frozen=True)
 class CorpusLoss(ChangedModelExperiment):
-    """Loss over prompts, of the unchanged or the changed model."""
+    """Next-token loss over prompts, by prompt and by position, of the unchanged or the changed model."""
 
     name: ClassVar[str] = "corpus_loss"
     version: ClassVar[int] = 1
@@ -53,28 +53,28 @@ class CorpusLoss(ChangedModelExperiment):
     }
 
     prompts: Prompts
-    """Token ids, at least two per prompt."""
+    """Token ids of each prompt, at least two."""
 
     def params(self) -> dict[str, Any]:
-        """The change; prompts label the cells."""
+        """Fields that enter the key of results: the change. Prompts are labels of cells."""
         return self.change
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """`TOGETHER` prompts per cell.
+        """One cell per `TOGETHER` prompts.
 
         Raises:
-            PromptError: for a prompt of one token, or no prompts.
+            PromptError: There are no prompts, or one has a single token.
         """
         if not self.prompts or min(map(len, self.prompts)) < 2:
             raise PromptError(
-                "expected prompts of at least two tokens, as the first is not predicted, found "
-                f"{'one of ' + str(min(map(len, self.prompts))) if self.prompts else 'none'}"
+                "expected prompts of at least two tokens, as the loss of the first is not defined, found "
+                + (f"a prompt of {min(map(len, self.prompts))}" if self.prompts else "no prompts")
             )
         starts = range(0, len(self.prompts), TOGETHER)
         return [{"prompts": [list(ids) for ids in self.prompts[s : s + TOGETHER]]} for s in starts]
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """Outputs of one cell; position_loss is a sum, which `joined` divides."""
+        """Losses of one cell. position_loss is a sum over prompts here, which `joined` divides."""
         import torch
         import xarray as xr
 
@@ -130,23 +130,24 @@ class CorpusLoss(ChangedModelExperiment):
 
 
 def over_spans(measured: xr.Dataset, spans: Sequence[tuple[int, int]]) -> Floats:
-    """Mean loss over spans of positions, float64 [span].
+    """Mean loss in nats per token over spans of positions, float64 [span].
 
     Arguments:
-        measured: dataset of `CorpusLoss`.
-        spans: (first position, position after the last) of each.
+        measured: Result of `CorpusLoss`.
+        spans: (first position, position after the last) of each span.
 
     Raises:
-        PromptError: for a span without predicted tokens.
+        PromptError: A span has no predicted tokens.
     """
-    total: Array = (measured["position_loss"] * measured["position_tokens"]).fillna(0).values
-    counted: Array = measured["position_tokens"].values
+    loss_sum: Array = (measured["position_loss"] * measured["position_tokens"]).fillna(0).values
+    token_count: Array = measured["position_tokens"].values
     means = []
     for start, stop in spans:
-        n_tokens = int(counted[start:stop].sum())
+        n_tokens = int(token_count[start:stop].sum())
         if not n_tokens:
             raise PromptError(
-                f"expected tokens at positions {start} to {stop - 1}, found none predicted there"
+                f"expected predicted tokens at positions {start} to {stop - 1} to average the loss over, "
+                "found none; give longer prompts, or other positions"
             )
-        means.append(float(total[start:stop].sum()) / n_tokens)
+        means.append(float(loss_sum[start:stop].sum()) / n_tokens)
     return np.array(means)

@@ -33,17 +33,17 @@ if TYPE_CHECKING:
 __all__ = ["LayerOrders", "swaps"]
 
 TOGETHER = 16
-"""Orders per cell: storing one order costs more than the few runs that compute it."""
+"""Number of orders of a cell, which is stored at once: storing costs more than the few runs of an order."""
 
 
 def swaps(layers: int, most: int, *, first: int = 0, seed: int = 0) -> tuple[tuple[int, ...], ...]:
-    """The order as loaded, followed by orders with two layers exchanged.
+    """Orders of a model's layers: as loaded, then each with two layers exchanged.
 
     Arguments:
-        layers: number of layers.
-        most: largest number of exchanges; more are sampled at random.
-        first: first layer that may be exchanged.
-        seed: of the sample.
+        layers: Number of layers.
+        most: Largest number of exchanges; if there are more, they are sampled at random.
+        first: First layer that may be exchanged.
+        seed: Seed of the sample.
 
     >>> swaps(3, 10)
     ((0, 1, 2), (1, 0, 2), (2, 1, 0), (0, 2, 1))
@@ -63,7 +63,7 @@ def swaps(layers: int, most: int, *, first: int = 0, seed: int = 0) -> tuple[tup
 
 @dataclass(frozen=True)
 class LayerOrders(ChangedModelExperiment):
-    """Loss over prompts with the layers in several orders."""
+    """Loss over prompts of a model whose layers are computed in several orders."""
 
     name: ClassVar[str] = "layer_orders"
     version: ClassVar[int] = 1
@@ -73,42 +73,44 @@ class LayerOrders(ChangedModelExperiment):
     }
 
     prompts: Prompts
-    """Token ids, at least two per prompt."""
+    """Token ids of each prompt, at least two."""
     orders: Prompts
-    """Permutations of the layers, as `swaps` returns them."""
+    """Permutations of the layers, such as those of `swaps`."""
 
     def params(self) -> dict[str, Any]:
-        """Prompts and change; orders label the cells."""
+        """Fields that enter the key of results: prompts and change. Orders are labels of cells."""
         return {"prompts": [list(ids) for ids in self.prompts], **self.change}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """`TOGETHER` orders per cell.
+        """One cell per `TOGETHER` orders.
 
         Raises:
-            ConfigError: for an order that is no permutation or moves a fixed first layer, or a model that
-                transformers computes, whose layers cannot be reordered.
+            ConfigError: An order is not a permutation, or moves a first layer that must stay; or the model
+                runs in transformers, where layers cannot be reordered.
         """
         for order in self.orders:
             if sorted(order) != list(range(config.num_layers)):
                 last = config.num_layers - 1
-                raise ConfigError(f"expected every layer 0..{last} once, found {order}")
+                raise ConfigError(
+                    f"expected an order to hold every layer from 0 to {last} once, found {order}"
+                )
         # Where the stream does not start with the embedding itself (RWKV: with its norm), layer 0 computes
         # it.
         if any(order[0] for order in self.orders) and config.stream_start.kind != "embed":
             raise ConfigError(
-                f"expected layer 0 first in {config.model_type}, as later layers read what it computes, "
-                "found another first layer; use swaps(…, first=1)"
+                f"expected orders that begin with layer 0 for {config.model_type}, as later layers read what "
+                "it computes, found another first layer; use swaps(..., first=1)"
             )
         if not config.shares_prefixes:
             raise ConfigError(
-                "expected a model whose layers can be reordered, found "
-                f"{config.model_type}, which runs in transformers; choose a family that runs natively"
+                f"expected a model whose layers can be reordered, found {config.model_type}, which runs in "
+                "transformers; choose a model of a family that mizarr runs itself"
             )
         listed = [list(order) for order in self.orders]
         return [{"orders": listed[start : start + TOGETHER]} for start in range(0, len(listed), TOGETHER)]
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """Losses of the orders of a cell."""
+        """Loss of each order and prompt of a cell, and the orders."""
         import xarray as xr
 
         orders = [tuple(order) for order in cell["orders"]]
@@ -119,7 +121,7 @@ class LayerOrders(ChangedModelExperiment):
         return xr.Dataset({name: self.outputs[name].variable(array) for name, array in values.items()})
 
     def _losses(self, prepared: Any, order: tuple[int, ...]) -> Floats:
-        """Mean nats per token of each prompt, with the layers in one order, float64 [prompt]."""
+        """Mean loss in nats per token of each prompt, with the layers in one order, float64 [prompt]."""
         import torch
 
         model, _ = prepared

@@ -25,23 +25,24 @@ if TYPE_CHECKING:
 __all__ = ["RandomErrors", "rotated"]
 
 ROUNDS = 3
-"""Rounds of random signs and transform; after one, a vector along an axis would have entries of equal
-size.
+"""Number of rounds of random signs and Hartley transform.
+
+After a single round, a vector along an axis would have entries of equal size.
 """
 HELD_BYTES = 1 << 30
-"""Most bytes of errors cached for further draws on the same prompts."""
+"""Largest size in bytes of the errors that are kept for further draws on the same prompts."""
 
 
 def rotated(vectors: Tensor, seed: tuple[int, ...]) -> Tensor:
-    """Vectors [..., width] under a random rotation, float32; norms and angles stay.
+    """Vectors under a random rotation, float32 [..., width]; norms and angles between them stay.
 
     Random signs and a Hartley transform (Bracewell 1983), three times, each of them orthogonal: as good as a
     uniform rotation for vectors that do not depend on it (Ailon & Chazelle 2009, "The fast
     Johnson-Lindenstrauss transform"), without a matrix [width, width] per layer and draw.
 
     Arguments:
-        vectors: [..., width].
-        seed: seed of the rotation; equal seeds give equal rotations.
+        vectors: Vectors [..., width].
+        seed: Seed of the rotation; equal seeds give equal rotations.
     """
     import torch
 
@@ -55,27 +56,30 @@ def rotated(vectors: Tensor, seed: tuple[int, ...]) -> Tensor:
 
 
 class RandomErrors:
-    """Interventions that add rotated reconstruction errors to the activations they belong to."""
+    """Makes interventions that add a dictionary's reconstruction errors, randomly rotated, to activations.
+
+    Arguments:
+        worker: Computes the reconstruction errors of a model and a dictionary.
+    """
 
     def __init__(self, worker: ReconstructionRuns) -> None:
-        """Errors are computed by `worker`, the dictionary's closed loop of reconstructions."""
         self.worker = worker
         self._cached: dict[tuple[tuple[int, ...], ...], dict[int, Tensor]] = {}
         self._bytes = 0
 
     def __call__(self, rows: list[list[int]], seed: int) -> HookSpec:
-        """HookSpec that adds rotated errors to the activations.
+        """Intervention that adds rotated errors to the activations where the dictionary writes.
 
         Arguments:
-            rows: token ids of prompts of one length.
-            seed: seed of the rotations.
+            rows: Token ids of prompts of one length.
+            seed: Seed of the rotations.
         """
         errors = self._errors(rows)
         # The layer is part of the seed, for a rotation of its own per layer, shared by all tokens.
         return self.worker.added({layer: rotated(error, (seed, layer)) for layer, error in errors.items()})
 
     def _errors(self, rows: list[list[int]]) -> dict[int, Tensor]:
-        """Reconstruction errors of prompts by layer, [prompt, position, width]."""
+        """Reconstruction errors [prompt, position, width] of some prompts, by layer."""
         # Cached for all draws: the closed loop needs a pass per layer.
         key = tuple(map(tuple, rows))
         if key in self._cached:

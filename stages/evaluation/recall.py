@@ -31,7 +31,7 @@ __all__ = ["FactualRecall"]
 
 @dataclass(frozen=True)
 class FactualRecall(ChangedModelExperiment):
-    """Log-probability of every answer after every prompt."""
+    """Log-probability of every answer after every prompt, and the rank of the correct answer."""
 
     name: ClassVar[str] = "factual_recall"
     version: ClassVar[int] = 1
@@ -45,21 +45,22 @@ class FactualRecall(ChangedModelExperiment):
     prompts: Prompts
     """Token ids of each prompt."""
     targets: tuple[int, ...]
-    """First token of the correct answer to each prompt."""
+    """Id of the first token of the correct answer to each prompt."""
 
     def params(self) -> dict[str, Any]:
-        """Prompts, targets and change: the only cell depends on all of them."""
+        """Fields that enter the key of results: prompts, targets and change."""
         return {"prompts": [list(ids) for ids in self.prompts], "targets": list(self.targets), **self.change}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One cell.
 
         Raises:
-            PromptError: unless there is one answer per prompt.
+            PromptError: The numbers of prompts and answers differ, or are 0.
         """
         if not self.prompts or len(self.prompts) != len(self.targets):
             raise PromptError(
-                f"expected an answer for each prompt, found {len(self.targets)} for {len(self.prompts)}"
+                f"expected one answer for each prompt, and at least one prompt, found {len(self.targets)} "
+                f"answers for {len(self.prompts)} prompts"
             )
         return [{}]
 

@@ -41,13 +41,13 @@ __all__ = ["CONFIG", "EXCLUSIVE", "KIND", "WEIGHTS", "Crosscoder", "CrosscoderPl
 WEIGHTS, CONFIG, KIND = "model.safetensors", "config.json", "mizarr crosscoder"
 """Names of the two files, and the entry `kind` of config.json."""
 EXCLUSIVE = 0.1
-"""A feature with a relative norm up to this is exclusive to the first model, from 1 minus this on to the
-second (Minder et al. 2025, "Overcoming Sparsity Artifacts in Crosscoders")."""
+"""Threshold of `Crosscoder.relative_norm` for features of one model only: up to 0.1 of the first, from 0.9 on
+of the second (Minder et al. 2025, "Overcoming Sparsity Artifacts in Crosscoders")."""
 
 
 @dataclass(frozen=True, eq=False)
 class Crosscoder:
-    """Weights of a crosscoder, float32, that apply to states as they are stored."""
+    """Weights of a crosscoder, float32; they apply to activations without any scaling beforehand."""
 
     places: tuple[CrosscoderPlace, ...]
     """Models and hook points that are read and written, in the order of the tensors."""
@@ -64,11 +64,11 @@ class Crosscoder:
 
     @classmethod
     def of_joined(cls, features: LayerFeatures, places: Iterable[CrosscoderPlace]) -> Self:
-        """A crosscoder from features that read and write the states of all places joined to one row.
+        """A crosscoder from features that were trained on the concatenated states of all places.
 
         Arguments:
-            features: Features with one row [place * width], as training makes them.
-            places: The places, in the order in which their states are joined.
+            features: Features with encoders and decoders [feature, place * width] and both biases.
+            places: Models and hook points, in the order in which their states were concatenated.
         """
         place_list = tuple(places)
         W_enc, W_dec, b_dec = features.W_enc, features.W_dec[features.layer], features.b_dec
@@ -85,24 +85,26 @@ class Crosscoder:
 
     @property
     def n_features(self) -> int:
-        """Number of features, which all places share."""
+        """Number of features; each reads and writes all places."""
         return len(self.b_enc)
 
     @plain_torch()
     def encode(self, rows: Tensor) -> Tensor:
-        """Activations [row, feature] of states [row, place, width]; DictionaryError for another shape."""
+        """Activations [row, feature] for states [row, place, width]; DictionaryError for other shapes."""
         if rows.shape[1:] != (len(self.places), self.W_enc.shape[2]):
             raise DictionaryError(
-                f"expected states [row, {len(self.places)} places, {self.W_enc.shape[2]}], found "
-                f"{list(rows.shape)}; the places are {', '.join(map(str, self.places))}"
+                f"expected states of shape [row, {len(self.places)}, {self.W_enc.shape[2]}] for this "
+                f"crosscoder, found {list(rows.shape)}; the second axis is one of "
+                f"{', '.join(map(str, self.places))}"
             )
         return self.features.encode(rows.flatten(1))
 
     @cached_property
     def features(self) -> LayerFeatures:
-        """The crosscoder as plain features that read all places joined to one row [row, place * width].
+        """The same features in the form of other dictionaries: they read concatenated states [place * width].
 
-        Layer number: the last layer that is read. Targets: the layers of the first model.
+        Their layer number is the last layer that is read in the first model, and they write only to layers of
+        the first model.
         """
         from .layers.layer import LayerFeatures
 
@@ -127,16 +129,17 @@ class Crosscoder:
         return torch.einsum("rf,pfw->rpw", activations, self.W_dec) + self.b_dec
 
     def norms(self) -> Tensor:
-        """Decoder norms [place, feature], in units of the spread of the states at each place."""
+        """Decoder norms [place, feature], each in units of the spread of the states at its place."""
         norms: Tensor = self._scaled().norm(dim=2)
         return norms
 
     def relative_norm(self) -> Tensor:
-        """Second decoder norm divided by the sum of both, of two models or of two places of one model
-        [feature].
+        """Second decoder norm divided by the sum of both decoder norms [feature], of two models or places.
 
-        0: written only to the first, 1: only to the second, 1/2: equally to both. DictionaryError unless
-        there are two.
+        0: the feature writes only to the first, 1: only to the second, 1/2: equally to both.
+
+        Raises:
+            DictionaryError: The crosscoder has neither two models nor two places of one model.
         """
         norm_a, norm_b = (decoder.norm(dim=1) for decoder in self._decoder_pair())
         # The clamp gives 0 instead of NaN for features that write nothing.
@@ -144,20 +147,20 @@ class Crosscoder:
         return share
 
     def decoder_cosine(self) -> Tensor:
-        """Cosine similarity of each feature's two decoders [feature]."""
+        """Cosine similarity [feature] of the two decoders that each feature has in two models or places."""
         import torch
 
         return torch.cosine_similarity(*self._decoder_pair(), dim=1)
 
     def _decoder_pair(self) -> tuple[Tensor, Tensor]:
-        """Decoders [feature, width] of two models (all places side by side), or of one model's two places."""
+        """Decoders [feature, width] of two models (all their places concatenated), or of two places."""
         models = models_of(self.places)
         # One model: compare its two places; several models: all places of each together.
         groups = models if max(models) else tuple(range(len(self.places)))
         if max(groups) != 1:
             raise DictionaryError(
-                f"expected two models, or two places of one, found {', '.join(map(str, self.places))}; "
-                "compare `norms()`"
+                "expected a crosscoder of two models, or of two hook points of one model, found "
+                f"{', '.join(map(str, self.places))}; compare the decoder norms of all of them with `norms()`"
             )
         scaled = self._scaled()
         decoder_a, decoder_b = (
@@ -167,7 +170,7 @@ class Crosscoder:
         return decoder_a, decoder_b
 
     def _scaled(self) -> Tensor:
-        """Decoders in units of the spread of the states at each place [place, feature, width]."""
+        """Decoders [place, feature, width], in units of the spread of the states at each place."""
         import torch
 
         return self.W_dec * torch.tensor([place.scale for place in self.places])[:, None, None]
@@ -175,14 +178,21 @@ class Crosscoder:
     # -- files
 
     def save(self, folder: str | Path) -> Path:
-        """Write a new folder, and return it. ConfigError if it exists already."""
+        """Write config.json and model.safetensors into a new folder, and return its path.
+
+        Raises:
+            ConfigError: The folder exists already.
+        """
         from safetensors.torch import save_file
 
         from .layers.activations import JumpReLU, TopK
 
         folder = Path(folder)
         if folder.exists():
-            raise ConfigError(f"expected a new folder, found {str(folder)!r} there already; name another")
+            raise ConfigError(
+                f"expected a new folder for the crosscoder, found that {str(folder)!r} exists; choose "
+                "another name"
+            )
         # Renamed when complete: a killed process leaves no folder that looks like a dictionary.
         hidden = folder.with_name(f".{folder.name}.part")
         hidden.mkdir(parents=True, exist_ok=True)
@@ -212,7 +222,11 @@ class Crosscoder:
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
-        """Read the folder that `save` wrote; DictionaryError if files are missing or tensors do not fit."""
+        """Read a crosscoder from a folder that `save` wrote.
+
+        Raises:
+            DictionaryError: Files are missing or damaged, or tensor shapes contradict config.json.
+        """
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -232,15 +246,16 @@ class Crosscoder:
             )
         except (OSError, ValueError, KeyError, TypeError, IndexError, RuntimeError, SafetensorError) as error:
             raise DictionaryError(
-                f"expected a crosscoder in {folder} ({CONFIG} and {WEIGHTS}), found none ({error}); name the "
-                "folder that a training wrote"
+                f"expected the files {CONFIG} and {WEIGHTS} of a crosscoder in {folder}, found that they "
+                f"cannot be read ({error}); name a folder that crosscoder training wrote"
             ) from error
-        size = (len(places), crosscoder.n_features, crosscoder.b_dec.shape[-1])
+        shape = (len(places), crosscoder.n_features, crosscoder.b_dec.shape[-1])
         # Shapes are checked after loading, as config.json and tensors may come from different trainings.
-        if not crosscoder.W_enc.shape == crosscoder.W_dec.shape == size:
+        if not crosscoder.W_enc.shape == crosscoder.W_dec.shape == shape:
             raise DictionaryError(
-                f"expected encoders and decoders of shape {list(size)} in {folder}, found "
-                f"{list(crosscoder.W_enc.shape)} and {list(crosscoder.W_dec.shape)}; write it again"
+                f"expected encoders and decoders of shape {list(shape)} in {folder}, found "
+                f"{list(crosscoder.W_enc.shape)} and {list(crosscoder.W_dec.shape)}; its files come from "
+                "different trainings, so save the crosscoder again"
             )
         return crosscoder
 
@@ -253,14 +268,14 @@ def _activation(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Act
     if name == "JumpReLU":
         return JumpReLU(tensors["threshold"])
     if name not in ("TopK", "ReLU"):
-        raise ValueError(f"expected an activation among ReLU, TopK, JumpReLU, found {name!r}")
+        raise ValueError(f"expected the activation function ReLU, TopK or JumpReLU, found {name!r}")
     return TopK(config["k"]) if name == "TopK" else ReLU()
 
 
 def place_figures(crosscoder: Crosscoder, blocks: Iterable[Tensor]) -> xr.Dataset:
-    """Reconstruction error of each place, and for two models or places the number of exclusive features.
+    """Measure a crosscoder on held-out states: reconstruction error, densities, features of one model only.
 
-    Features that never fire are not counted as exclusive: training left their decoders near the start.
+    Features that are never active are not counted as a model's own: training hardly moved their decoders.
 
     Arguments:
         crosscoder: The crosscoder.
@@ -269,43 +284,47 @@ def place_figures(crosscoder: Crosscoder, blocks: Iterable[Tensor]) -> xr.Datase
     Returns:
         fvu [place]: fraction of variance unexplained. density [feature]: share of rows in which a feature is
         active. norm [place, feature]: decoder norms. For two models or places also relative_norm and
-        decoder_cosine [feature], and the attributes alive, first_alone, second_alone: number of features that
-        fire at all, and of those that are exclusive to each side.
+        decoder_cosine [feature], and as attributes the number of features that are ever active (alive), and
+        how many of these are written only to the first (first_alone) or the second (second_alone).
 
     Raises:
-        DictionaryError: There are no rows.
+        DictionaryError: The blocks hold no rows.
     """
     import torch
     import xarray as xr
 
-    count = len(crosscoder.places)
-    error, squares, rows = torch.zeros(count).double(), torch.zeros(count).double(), 0
-    fired = torch.zeros(crosscoder.n_features, dtype=torch.int64)
-    total: Tensor | float = 0.0
+    n_places = len(crosscoder.places)
+    squared_error, squares = torch.zeros(n_places).double(), torch.zeros(n_places).double()
+    n_active_rows = torch.zeros(crosscoder.n_features, dtype=torch.int64)
+    n_rows = 0
+    state_sum: Tensor | float = 0.0
     for block in blocks:
-        active = crosscoder.encode(block)
-        states, rebuilt = block.double(), crosscoder.decode(active).double()
-        error += (rebuilt - states).square().sum((0, 2))
+        activations = crosscoder.encode(block)
+        states, rebuilt = block.double(), crosscoder.decode(activations).double()
+        squared_error += (rebuilt - states).square().sum((0, 2))
         squares += states.square().sum((0, 2))
-        total = total + states.sum(0)
-        fired += (active != 0).sum(0)
-        rows += len(block)
-    if not rows or isinstance(total, float):
-        raise DictionaryError("expected states to measure on, found no rows; hold some prompts out")
+        state_sum = state_sum + states.sum(0)
+        n_active_rows += (activations != 0).sum(0)
+        n_rows += len(block)
+    if not n_rows or isinstance(state_sum, float):
+        raise DictionaryError(
+            "expected held-out states on which to measure the crosscoder, found none; keep some prompts out "
+            "of the training"
+        )
     # Sums are float64: the variance is a small difference of large sums.
-    variance = squares - total.square().sum(1) / rows
+    variance = squares - state_sum.square().sum(1) / n_rows
     figures = xr.Dataset(
         {
-            "fvu": ("place", (error / variance).numpy()),
-            "density": ("feature", (fired / rows).numpy()),
+            "fvu": ("place", (squared_error / variance).numpy()),
+            "density": ("feature", (n_active_rows / n_rows).numpy()),
             "norm": (("place", "feature"), crosscoder.norms().numpy()),
         },
         {"place": [str(place) for place in crosscoder.places]},
-        {"rows": rows},
+        {"rows": n_rows},
     )
-    if count != 2 and max(models_of(crosscoder.places)) != 1:
+    if n_places != 2 and max(models_of(crosscoder.places)) != 1:
         return figures
-    relative, alive = crosscoder.relative_norm(), fired > 0
+    relative, alive = crosscoder.relative_norm(), n_active_rows > 0
     figures["relative_norm"] = ("feature", relative.numpy())
     figures["decoder_cosine"] = ("feature", crosscoder.decoder_cosine().numpy())
     is_first_only, is_second_only = relative <= EXCLUSIVE, relative >= 1 - EXCLUSIVE

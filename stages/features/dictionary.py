@@ -48,17 +48,21 @@ if TYPE_CHECKING:
 __all__ = ["Dictionary", "DictionaryInMemory", "StoredDictionary"]
 
 BLOCK_BYTES = 1 << 26
-"""Bytes of decoder rows gathered at a time."""
+"""Largest size in bytes of the decoder rows that `reconstruct` copies into memory at once."""
 
 
 class Dictionary:
-    """Features of a model's layers; see the module's docstring. Opened by `from_pretrained`, or by a format.
+    """Transcoders, autoencoders or a crosscoder of one model: encodes activations to features and back.
+
+    Usually opened with `Dictionary.from_pretrained`.
 
     Arguments:
-        files: Files of the dictionary.
-        layout: Kind, hook points, layers and sizes.
-        open_layer: Returns the features that read a layer, memory-mapped; called once per layer.
-        content: For a dictionary without files: returns the digest of its current weights as plain values.
+        files: The files from which the dictionary was opened; they are checked for changes.
+        layout: Kind of the dictionary, hook points read and written, layers and widths.
+        open_layer: Function from a layer number to the features that read this layer, with memory-mapped
+            weights; called once per layer.
+        content: For a dictionary without files: function that returns values identifying its current
+            weights, which enter `identity`. None for a dictionary in files.
     """
 
     def __init__(
@@ -85,15 +89,15 @@ class Dictionary:
         write: str | None = None,
         device: torch.device | str = "cpu",
     ) -> Dictionary:
-        """Open a dictionary from a local directory or a cached hub repository, in any supported format.
+        """Open a dictionary from a local directory or a cached Hugging Face repository, in any known format.
 
         Arguments:
-            name: "specimen/clt", a directory, or "org/repo[/subfolder][@revision]"; hook points may be
-                appended as "NAME?read=HOOK&write=HOOK".
-            read: Hook point that features read, in place of that in the files: "hook_resid_mid", or with the
-                layer "blocks.3.hook_resid_mid" if the files do not state the layer either.
-            write: Hook point that features write to, likewise.
-            device: Device of the arithmetic; weights stay mapped from disk.
+            name: A directory, "org/repo[/subfolder][@revision]", or the example that is shipped,
+                "specimen/clt"; hook points may be appended as "NAME?read=HOOK&write=HOOK".
+            read: Hook point that features read, which replaces the one named in the files: "hook_resid_mid",
+                or "blocks.3.hook_resid_mid" if the files name no layer. None: as the files say.
+            write: Hook point that features write to, in the same form.
+            device: Device that encodes and decodes; the weights stay memory-mapped and rows are copied.
 
         Raises:
             ModelNotFound: There is no such directory or cached repository.
@@ -116,19 +120,19 @@ class Dictionary:
         layout = self.layout
         facts = [
             ("kind", layout.kind),
-            ("format", layout.format),
-            ("made for", layout.model_name or "not stated"),
-            ("features of a layer", f"{layout.n_features:,}"),
-            ("width read, written", f"{layout.d_in:,}, {layout.d_out:,}"),
-            ("linear skip", "yes" if layout.has_skip else "no"),
-            ("files", len(layout.files)),
+            ("file format", layout.format),
+            ("trained on the model", layout.model_name or "not stated"),
+            ("features per layer", f"{layout.n_features:,}"),
+            ("width of the states read, written", f"{layout.d_in:,}, {layout.d_out:,}"),
+            ("linear skip connection", "yes" if layout.has_skip else "no"),
+            ("number of files", len(layout.files)),
         ]
         rows: list[tuple[object, ...]] = [
             (layer, self.read_hook(layer), ", ".join(str(self.write_hook(m)) for m in self.targets(layer)))
             for layer in (() if self.places else self.layers)
         ]
         rows += [(self.layers[0], place, place) for place in self.places]
-        layer_table = html.table(["layer", "reads", "writes"], rows, right=[0])
+        layer_table = html.table(["layer", "hook point read", "hook points written"], rows, right=[0])
         body = html.table(["", ""], facts) + html.details(f"{len(self.layers)} layers", layer_table)
         return html.shown(f"Dictionary {self.name}", body)
 
@@ -136,17 +140,17 @@ class Dictionary:
 
     @property
     def name(self) -> str:
-        """Name under which it was opened, hook points chosen by the caller included; opens it again."""
+        """Argument of `from_pretrained` that opens this dictionary again, with the same hook points."""
         return self.reference
 
     @property
     def kind(self) -> str:
-        """ "clt", "plt", "sae" or "crosscoder"."""
+        """Kind of the dictionary: "clt", "plt", "sae" or "crosscoder"; see the module's docstring."""
         return self.layout.kind
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers whose states are read, ascending."""
+        """Layers whose states the features read, ascending."""
         return self.layout.layers
 
     @property
@@ -166,15 +170,14 @@ class Dictionary:
 
     @property
     def model_name(self) -> str | None:
-        """Model name in the configuration; None if absent."""
+        """Name of the model it was trained on, from its configuration file; None if not stated there."""
         return self.layout.model_name
 
     @property
     def identity(self) -> str:
-        """Digest of the files, the hook points, and the settings that change numbers; part of every result's
-        key.
+        """Digest of the files, the hook points and the settings that change numbers.
 
-        For a dictionary in memory, the digest of its current weights.
+        It is part of the key of every result. A dictionary in memory has the digest of its current weights.
         """
         return self._files_identity if self._content is None else self._digest(self._content())
 
@@ -198,19 +201,21 @@ class Dictionary:
             edited = fingerprint(features).first_difference(fingerprint(reopened.layer(layer)))
             if edited is not None:
                 raise SourceChanged(
-                    f"expected the weights of {self.name} as they are in its files, found {edited} of layer "
-                    f"{layer} edited in memory; write an edited dictionary to a folder of its own, and open "
-                    "that"
+                    f"expected the dictionary {self.name} to have the weights that its files hold, found "
+                    f"{edited} of layer {layer} edited in memory; write the edited dictionary to a new "
+                    "folder with `export`, and open that folder"
                 )
 
     def as_resource(self, device: str | None = None) -> StoredDictionary | DictionaryInMemory:
-        """This dictionary as a pinned resource for nodes: name, identity, and device (None: a GPU if there is
-        one).
+        """This dictionary in the form that plan nodes keep: opened again by name, checked for changes.
 
-        Reads the weights of opened layers twice, 8 ms per 100 MB each time.
+        The weights of layers in use are compared with the files, which takes 16 ms per 100 MB.
+
+        Arguments:
+            device: Device that encodes and decodes; None selects a GPU if there is one.
 
         Raises:
-            SourceChanged: Weights were edited in memory; nodes would read those of the files.
+            SourceChanged: Weights were edited in memory, whereas a node would read the files.
         """
         if self._content is not None:
             return DictionaryInMemory(self, self.identity)
@@ -232,7 +237,7 @@ class Dictionary:
         return copy
 
     def on(self, device: torch.device | str | None) -> Dictionary:
-        """This dictionary computing on another device; None selects a GPU, or the CPU without one."""
+        """This dictionary with its arithmetic on a device; None selects a GPU, or the CPU without one."""
         if device is None:
             import torch
 
@@ -248,13 +253,17 @@ class Dictionary:
 
     @property
     def places(self) -> tuple[CrosscoderPlace, ...]:
-        """Hook points of a crosscoder's models, in row order; empty for other kinds."""
+        """Models and hook points that a crosscoder reads, in the order of its tensors; else empty."""
         return self.layout.places
 
     def reads(self, layers: Sequence[int] | None = None) -> tuple[tuple[HookPoint, ...], ...]:
-        """Hook points to capture for encoding some layers (None: all), as one tuple per model.
+        """Hook points that must be captured to encode some layers: one tuple per model that is read.
 
-        Only a crosscoder of several models reads more than one model.
+        Only a crosscoder of several models reads more than one model. A crosscoder reads all of its hook
+        points whichever layers are named.
+
+        Arguments:
+            layers: Layers to encode; None for all.
         """
         if not self.places:
             return (tuple(map(self.read_hook, self.layers if layers is None else layers)),)
@@ -266,40 +275,48 @@ class Dictionary:
         return tuple(map(tuple, points_by_model.values()))
 
     def require_models(self, names: Sequence[str]) -> None:
-        """Check the names of the models whose states are to be encoded.
+        """Check the number and the order of the models whose states are to be encoded.
+
+        Arguments:
+            names: Names of the models, in the order in which their states will be given.
 
         Raises:
-            DictionaryError: The number of models is wrong, or known models are in another order.
+            DictionaryError: The number of models is wrong, or models it was trained on are in another order.
         """
         models = dict(zip(models_of(self.places), (place.model for place in self.places), strict=True))
         expected = list(models.values()) or [self.model_name or "one model"]
         if len(names) != len(expected):
             raise DictionaryError(
-                f"expected {len(expected)} model{'s' if len(expected) > 1 else ''} for {self.name} "
-                f"({', '.join(expected)}), found {len(names)} ({', '.join(names)}); "
-                f"{'name the second with against=' if len(expected) == 2 else 'give states of each'}"
+                f"expected {len(expected)} model{'s' if len(expected) > 1 else ''} for the dictionary "
+                f"{self.name} ({', '.join(expected)}), found {len(names)} ({', '.join(names)}); "
+                + (
+                    "name the second model with against="
+                    if len(expected) == 2
+                    else "give the states of each of its models"
+                )
             )
         # Unknown names are accepted, since a model may have been moved or renamed.
         swapped = [n for n, name in enumerate(names) if name in expected and name != expected[n]]
         if swapped:
             raise DictionaryError(
-                f"expected the models of {self.name} in its order, {', '.join(expected)}, found "
-                f"{', '.join(names)}; swap them"
+                f"expected the models of the dictionary {self.name} in the order of its training, "
+                f"{', '.join(expected)}, found {', '.join(names)}; swap the two models"
             )
 
     def read_hook(self, layer: int) -> HookPoint:
         """Hook point that the features of a layer read.
 
         Raises:
-            DictionaryError: It is a crosscoder, whose features read several hook points at once.
+            DictionaryError: No feature reads this layer, or the dictionary is a crosscoder, whose features
+                read several hook points at once.
         """
         if self.places:
             raise DictionaryError(
-                f"expected features that read one layer, found the crosscoder {self.name}, whose features "
-                f"read {len(self.places)} places at once; encode a corpus with it (encode_corpus, "
-                "feature_pages), or take another dictionary"
+                f"expected a dictionary whose features read one layer, found the crosscoder {self.name}, "
+                f"whose features read {len(self.places)} hook points at once; use it with encode_corpus or "
+                "feature_pages, or choose a transcoder or an autoencoder"
             )
-        return _point(self.layout.read, self._checked_layer(layer))
+        return _hook_point(self.layout.read, self._checked_layer(layer))
 
     def write_hook(self, layer: int) -> HookPoint:
         """Hook point that features write to at a layer.
@@ -309,11 +326,11 @@ class Dictionary:
         """
         if max(models_of(self.places), default=0):
             raise DictionaryError(
-                f"expected features that write to one model, found the crosscoder {self.name}, whose "
-                "features write to several; take a dictionary of one model"
+                f"expected a dictionary whose features write to one model, found the crosscoder {self.name}, "
+                "whose features write to several models; choose a dictionary of one model"
             )
         # Not `_checked_layer`: features may write to layers that no feature reads.
-        return _point(self.layout.write, layer)
+        return _hook_point(self.layout.write, layer)
 
     @property
     def read_hooks(self) -> tuple[HookPoint, ...]:
@@ -345,12 +362,13 @@ class Dictionary:
             DictionaryError: The model lacks a layer, a width differs, or a module's output is another value.
         """
         last = max(self.write_layers)  # features write to the layer they read, or to later ones
+        trained_on = self.model_name or "which its files do not name"
         for hook in self.layout.modules:
             require_module_output(hook, config, model)
         if last >= config.num_layers:
             raise DictionaryError(
-                f"{self.name} has features of layer {last}, {model} has layers 0 to {config.num_layers - 1}; "
-                f"it was made for {self.model_name or 'another model'}"
+                f"the dictionary {self.name} has features of layer {last}, but {model} has only layers 0 to "
+                f"{config.num_layers - 1}; use the model it was trained on, {trained_on}"
             )
         for verb, point, width in (
             ("read", self.layout.read, self.d_in),
@@ -359,8 +377,9 @@ class Dictionary:
             expected = config.width(point)
             if expected != width:
                 raise DictionaryError(
-                    f"{self.name} has features that {verb} {width} numbers at {_point(point, last)}, "
-                    f"{model} has {expected} there; it was made for {self.model_name or 'another model'}"
+                    f"features of the dictionary {self.name} {verb} states of width {width} at "
+                    f"{_hook_point(point, last)}, but {model} has width {expected} there; use the model it "
+                    f"was trained on, {trained_on}"
                 )
 
     # -- weights
@@ -387,17 +406,17 @@ class Dictionary:
         if isinstance(feature, FeatureId):
             feature_id = feature
         else:
-            feature_id = FeatureId.parse(feature) if isinstance(feature, str) else _pair(feature)
+            feature_id = FeatureId.parse(feature) if isinstance(feature, str) else _from_pair(feature)
         self._checked_layer(feature_id.layer)
         if not 0 <= feature_id.index < self.n_features:
             raise DictionaryError(
-                f"expected a feature of layer {feature_id.layer} from 0 to {self.n_features - 1}, found "
-                f"{feature_id.index}"
+                f"expected a feature number from 0 to {self.n_features - 1} in layer {feature_id.layer} of "
+                f"the dictionary {self.name}, found {feature_id.index}"
             )
         return feature_id
 
     def decoder_vector(self, feature: FeatureId | tuple[int, int] | str, target: int | None = None) -> Tensor:
-        """Vector that one unit of a feature writes to a layer, float32 [d_out].
+        """Decoder vector of a feature: what an activation of 1 adds to the written layer, float32 [d_out].
 
         Arguments:
             feature: A FeatureId, (layer, index), or text such as "L14:13043".
@@ -414,13 +433,13 @@ class Dictionary:
 
     @plain_torch()
     def encode(self, states: Mapping[int, Tensor], *, zero_positions: int = 0) -> Active:
-        """All active features for the states of one prompt.
+        """Features that are active in the states of one prompt, sorted by layer, position and feature.
 
         Arguments:
-            states: By layer, the states [position, d_in] that features read; for a crosscoder, the states of
-                all its places side by side in one row.
-            zero_positions: Number of first positions without features. circuit-tracer uses 1 and so leaves
-                out the first token, whose activations are far larger than others.
+            states: By layer, the states [position, d_in] that features read; for a crosscoder, the states at
+                all its hook points concatenated into one row.
+            zero_positions: Number of positions at the start whose features are left out. circuit-tracer uses
+                1, because activations at the first token are far larger than elsewhere.
         """
         import torch
 
@@ -433,7 +452,10 @@ class Dictionary:
         )
         as_count(zero_positions, "zero_positions", least=0)
         if not states:
-            raise DictionaryError(f"expected states of a layer, found none; {self.name} reads {self.layers}")
+            raise DictionaryError(
+                f"expected the states of at least one layer, found none; the dictionary {self.name} reads "
+                f"{layers_text(self.layers)}"
+            )
         for layer, tensor in states.items():
             if not isinstance(tensor, torch.Tensor):
                 raise DictionaryError(
@@ -451,14 +473,14 @@ class Dictionary:
 
     @plain_torch()
     def reconstruct(self, active: Active, states: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Reconstructed states at every layer of `states` that is written: {layer: [position, d_out]}.
+        """Reconstruction of the written states from active features, {layer: [position, d_out]}.
 
-        The sum of active features' decoder vectors, biases and skips. The output of a CLT at a layer sums the
-        features of all earlier layers.
+        Each layer of `states` gets the sum of its decoder bias, its skip connection, and activation times
+        decoder vector over all features that write to it (in a CLT, also features of earlier layers).
 
         Arguments:
             active: Active features, as `encode` returns them.
-            states: The states that were encoded.
+            states: The states that were encoded, {layer: [position, d_in]}.
         """
         import torch
 
@@ -473,25 +495,26 @@ class Dictionary:
         return outputs
 
     def _write(self, active: Active, source: int, target: int, out: Tensor) -> None:
-        """Add the contribution of one layer's active features to `out` [position, d_out], block by block."""
-        # Gathering all rows at once would need memory of active features x d_out.
-        rows_of_layer = (active.layer == source).nonzero().squeeze(1)
-        for block in rows_of_layer.split(max(1, BLOCK_BYTES // (4 * self.d_out))):
-            rows = self.layer(source).decoder_rows(active.feature[block], target).to(out)
-            out.index_add_(0, active.position[block], active.value[block, None] * rows)
+        """Add to `out` [position, d_out] what the active features of layer `source` write to `target`."""
+        # In blocks: the decoder rows of all active features would need (their number x d_out) floats at once.
+        indices = (active.layer == source).nonzero().squeeze(1)
+        for block in indices.split(max(1, BLOCK_BYTES // (4 * self.d_out))):
+            decoders = self.layer(source).decoder_rows(active.feature[block], target).to(out)
+            out.index_add_(0, active.position[block], active.value[block, None] * decoders)
 
     def _checked_layer(self, layer: int) -> int:
-        """Validate a layer number; DictionaryError if no features read that layer."""
+        """The layer number as an int; DictionaryError if no feature reads that layer."""
         layer = as_index(layer, "layers", DictionaryError)
         if layer not in self.layout.targets:
             raise DictionaryError(
-                f"{self.name} has features of {layers_text(self.layers)}, found layer {layer!r}"
+                f"expected a layer that the dictionary {self.name} reads ({layers_text(self.layers)}), found "
+                f"layer {layer!r}"
             )
         return layer
 
 
-def _pair(feature: Any) -> FeatureId:
-    """A feature id from (layer, index)."""
+def _from_pair(feature: Any) -> FeatureId:
+    """Feature id from a sequence (layer, index); DictionaryError for anything else."""
     if not isinstance(feature, Sequence) or isinstance(feature, bytes) or len(feature) != 2:
         raise DictionaryError(
             f"expected a feature as (layer, index), or as text such as L14:13043, found {shown(feature)}"
@@ -501,88 +524,90 @@ def _pair(feature: Any) -> FeatureId:
 
 @dataclass(frozen=True)
 class StoredDictionary(FileResource):
-    """A dictionary in files as a pinned resource of nodes."""
+    """A dictionary in files, in the form that plan nodes keep: opened by name, checked against a digest."""
 
     name: str
-    """Reference that opens the dictionary; no key contains it."""
+    """Argument of `Dictionary.from_pretrained`; excluded from keys."""
     features: str
-    """Identity that the files must have (`Dictionary.identity`)."""
+    """Digest that the opened dictionary must have (`Dictionary.identity`)."""
     device: str | None = field(default=None, compare=False)
-    """Device for the arithmetic, contained in no key; None selects a GPU, or the CPU without one."""
+    """Device that encodes and decodes, excluded from keys; None selects a GPU, or the CPU without one."""
 
     def identity(self) -> dict[str, Any]:
-        """Identity and hook points, as they enter a key."""
+        """Digest and hook points of the dictionary, which enter the keys of results computed with it."""
         layout = self._opened.value.layout
         return {"features": self.features, "read": layout.read, "write": layout.write}
 
     def require_fit(self, config: Architecture, model: str) -> None:
-        """As `Dictionary.require_fit`."""
+        """Raise DictionaryError if the model lacks a layer or width; see `Dictionary.require_fit`."""
         self._opened.value.require_fit(config, model)
 
     def opened_anew(self) -> OpenResource:
-        """Open the dictionary by name.
+        """Open the dictionary by name, without using a copy that is open already.
 
         Raises:
-            SourceChanged: Its files are unreadable or have another identity.
+            SourceChanged: Its files are unreadable, or their digest differs from `features`.
         """
         try:
             dictionary = Dictionary.from_pretrained(self.name)
             identity = dictionary.identity
         except (DictionaryError, ModelNotFound, WeightsError, OSError) as error:
-            raise SourceChanged(f"the files of {self.name} changed since it was opened: {error}") from error
+            raise SourceChanged(
+                f"the files of the dictionary {self.name} changed since it was opened: {error}"
+            ) from error
         if identity != self.features:
             raise SourceChanged(
-                f"expected the dictionary {self.name} as it was ({self.features[:12]}), found another "
-                f"({identity[:12]}): it was replaced or edited meanwhile; open it again"
+                f"expected the dictionary {self.name} to have the digest {self.features[:12]}, found "
+                f"{identity[:12]}: its files were changed after it was opened; open it again"
             )
         return OpenResource(dictionary, dictionary.files.pinned)
 
     @property
     def opened(self) -> Dictionary:
-        """The dictionary, for callers that check the resource themselves before they publish results."""
+        """The dictionary on its device, without the check for changed files that `open` does."""
         dictionary: Dictionary = self._opened.value.on(self.device)
         return dictionary
 
     @contextmanager
     def open(self) -> Iterator[Dictionary]:
-        """Context that gives the dictionary. Raises SourceChanged like `check`, before and after."""
+        """Context that gives the dictionary; SourceChanged if its files change before or in the block."""
         with super().open():
             yield self.opened
 
 
 @dataclass(frozen=True, eq=False)
 class DictionaryInMemory:
-    """A pinned resource for a dictionary without files, such as a dictionary in training."""
+    """A dictionary without files, such as one in training, in the form that plan nodes keep."""
 
     opened: Dictionary
-    """The dictionary; its weights are checked, because there are no files that could be."""
+    """The dictionary itself."""
     features: str
-    """Its identity when the command was planned."""
+    """Digest of its weights (`Dictionary.identity`) when the plan was made; they must not change later."""
 
     def identity(self) -> dict[str, Any]:
-        """Identity and hook points, as they enter a key."""
+        """Digest and hook points of the dictionary, which enter the keys of results computed with it."""
         layout = self.opened.layout
         return {"features": self.features, "read": layout.read, "write": layout.write}
 
     def require_fit(self, config: Architecture, model: str) -> None:
-        """As `Dictionary.require_fit`."""
+        """Raise DictionaryError if the model lacks a layer or width; see `Dictionary.require_fit`."""
         self.opened.require_fit(config, model)
 
     def check(self) -> None:
-        """Raise SourceChanged if its weights changed since the command was planned."""
+        """Raise SourceChanged if the weights changed since the plan was made."""
         if self.opened.identity != self.features:
             raise SourceChanged(
-                f"expected the weights of {self.opened.name} as they were ({self.features[:12]}), found them "
-                "edited meanwhile; start again with the dictionary as it is now"
+                f"the weights of the dictionary {self.opened.name} were edited after the computation was "
+                f"planned (their digest was {self.features[:12]}); start the computation again"
             )
 
     @contextmanager
     def open(self) -> Iterator[Dictionary]:
-        """Context that gives the dictionary. Raises SourceChanged like `check` after the block."""
+        """Context that gives the dictionary; SourceChanged if its weights changed during the block."""
         yield self.opened
         self.check()
 
 
-def _point(kind: str, layer: int) -> HookPoint:
-    """Hook point of this kind; kinds outside the blocks, such as the embedding, get no layer."""
+def _hook_point(kind: str, layer: int) -> HookPoint:
+    """Hook point of a kind ("resid_mid") in a layer; kinds outside the blocks ("embed") get no layer."""
     return HookPoint(kind, layer if BY_NAME[kind].per_layer else None)

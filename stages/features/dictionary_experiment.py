@@ -1,5 +1,4 @@
-"""Base class of experiments that use a dictionary: its name, its identity, and the check that it did not
-change.
+"""Base class of experiments that use a dictionary: its name, its digest, and the check for changed files.
 
 Border: the name and the identity; each experiment decides how it uses the features.
 """
@@ -21,32 +20,32 @@ __all__ = ["DictionaryExperiment"]
 
 
 class DictionaryExperiment(Experiment):
-    """An experiment that reads a dictionary in files."""
+    """An experiment whose results depend on a dictionary in files as well as on the model."""
 
     resources: ClassVar[tuple[str, ...]] = ("model", "dictionary")
 
     dictionary: str
-    """Dictionary name for `Dictionary.from_pretrained`, excluded from the key."""
+    """Argument of `Dictionary.from_pretrained`; excluded from the key of results."""
     features: str
-    """Identity that the dictionary must have (`Dictionary.identity`); part of the key."""
+    """Digest that the dictionary must have (`Dictionary.identity`); part of the key of results."""
 
     def params(self) -> dict[str, Any]:
-        """All fields except the dictionary's name."""
+        """Fields that enter the key of results: all except the dictionary's name."""
         # A folder may be moved or named otherwise; `features` identifies the content.
         return {key: value for key, value in vars(self).items() if key != "dictionary"}
 
     @property
     def resource(self) -> StoredDictionary:
-        """The dictionary as a pinned resource that computes on the CPU."""
+        """The dictionary on the CPU, in a form that opens it by name and checks its digest."""
         return StoredDictionary(self.dictionary, self.features, "cpu")
 
     @property
     def pinned(self) -> Sequence[Pinned]:
-        """The dictionary, which must not change while the experiment runs."""
+        """Resources that must not change while the experiment runs: the dictionary."""
         return (self.resource,)
 
     def opened(self, model: Model) -> Dictionary:
-        """The opened dictionary; DictionaryError if it does not fit the model."""
+        """The opened dictionary; DictionaryError if the model has other layers or widths than it needs."""
         # Equal resources share one opened dictionary per process (pipeline/pinned.py).
         dictionary = self.resource.opened
         dictionary.require_fit(model.config, model.name)

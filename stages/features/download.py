@@ -27,11 +27,11 @@ from .layers.files import (
 __all__ = ["fetch", "files_to_fetch"]
 
 CONFIGS = (CONFIG_YAML, "cfg.json", "config.json", "hyperparams.json")
-"""Names of configuration files."""
+"""File names of the configurations that published dictionaries have."""
 WEIGHTS = (".safetensors", ".npz", "ae.pt")
-"""Endings of weight files."""
+"""Endings of the names of weight files."""
 UNUSED = ("sparsity.safetensors",)
-"""Weight files that no format reads."""
+"""File names that end like weight files but are not downloaded, because no format reads them."""
 # Layers as folders of published dictionaries name them: layer_3, layers.3, blocks.3, L3; or embedding.
 _LAYER = re.compile(r"(?:layers?[._]|blocks\.|(?:^|-)L)(\d{1,9})|(embedding)")
 _SHOWN = 4
@@ -39,14 +39,14 @@ _SHOWN = 4
 
 
 def fetch(name: str | Path, *, progress: bool = True) -> DictionaryFiles:
-    """Download a dictionary; files that are cached already, and shipped dictionaries, are not downloaded.
+    """Download the files of a dictionary that are missing in the local cache, and return their paths.
 
     Arguments:
         name: "org/repo[/subfolder][@revision]", or a directory whose config.yaml lists files of the hub.
         progress: Whether to show progress bars.
 
     Raises:
-        ModelNotFound: There is no such dictionary.
+        ModelNotFound: There is no repository or directory of this name.
         DownloadError: The hub cannot be reached, or the folder has no dictionary, or several of one layer.
     """
     name = DictionaryReference.parse(name).name
@@ -64,57 +64,56 @@ def fetch(name: str | Path, *, progress: bool = True) -> DictionaryFiles:
 
 
 def files_to_fetch(sizes: Mapping[str, int], subfolder: str, name: str) -> dict[str, int]:
-    """Configurations and weights in a folder, with their sizes in bytes.
+    """Files of a repository that one dictionary consists of, with their sizes in bytes.
 
     Arguments:
         sizes: Size in bytes of every file of the repository.
-        subfolder: The folder; "" for the root.
-        name: The dictionary's reference, for messages.
+        subfolder: Folder of the repository that holds the dictionary; "" for the root.
+        name: The dictionary's name, for messages.
 
     Raises:
-        DownloadError: There is no dictionary, or there are several of one layer.
+        DownloadError: The folder holds no dictionary, or several of one layer.
     """
     # With the slash: "layer_1" must not match "layer_12".
-    below = f"{subfolder}/" if subfolder else ""
-    files_below = {file: size for file, size in sizes.items() if file.startswith(below)}
+    prefix = f"{subfolder}/" if subfolder else ""
+    files_below = {file: size for file, size in sizes.items() if file.startswith(prefix)}
     configs = {file: size for file, size in files_below.items() if file.rpartition("/")[2] in CONFIGS}
     weights = {
         file: size
         for file, size in files_below.items()
         if file.endswith(WEIGHTS) and file.rpartition("/")[2] not in UNUSED
     }
-    if not weights and f"{below}{CONFIG_YAML}" not in configs:
+    if not weights and f"{prefix}{CONFIG_YAML}" not in configs:
         shown = ", ".join(sorted(files_below or sizes)[:_SHOWN]) or "nothing"
         raise DownloadError(
-            f"expected transcoders or autoencoders at {name}, found {shown}; name another folder"
+            f"expected weights of transcoders or autoencoders at {name}, found only {shown}; name the folder "
+            "of the repository that holds them: org/repo/subfolder"
         )
-    _require_one_each(weights, below, name)
+    _refuse_several_per_layer(weights, prefix, name)
     return configs | weights
 
 
-def _require_one_each(weights: Mapping[str, int], below: str, name: str) -> None:
-    """Raise DownloadError, before any download, if there are several dictionaries of one layer."""
-    folders: dict[str, set[str]] = defaultdict(set)
+def _refuse_several_per_layer(weights: Mapping[str, int], prefix: str, name: str) -> None:
+    """Raise DownloadError if the weight files below a folder belong to several dictionaries of one layer."""
+    folders_by_layer: dict[str, set[str]] = defaultdict(set)
     for file in weights:
         folder = file.rpartition("/")[0]
-        layer = _LAYER.search(folder.removeprefix(below.rstrip("/")))
+        layer = _LAYER.search(folder.removeprefix(prefix.rstrip("/")))
         if layer:
-            folders[layer[0]].add(folder)
-    crowded = next(
-        (sorted(layer_folders) for layer_folders in folders.values() if len(layer_folders) > 1), None
-    )
-    if crowded:
-        more = f" and {len(crowded) - _SHOWN} more" if len(crowded) > _SHOWN else ""
+            folders_by_layer[layer[0]].add(folder)
+    several = next((sorted(folders) for folders in folders_by_layer.values() if len(folders) > 1), None)
+    if several:
+        more = f" and {len(several) - _SHOWN} more" if len(several) > _SHOWN else ""
         repository, _, revision = parse_reference(name)
         at = f"@{revision}" if revision else ""
         raise DownloadError(
-            f"{name} holds {len(crowded)} dictionaries of one layer: {', '.join(crowded[:_SHOWN])}{more}; "
-            f"name one, for example {repository}/{crowded[0]}{at}"
+            f"{name} holds {len(several)} dictionaries of one layer: {', '.join(several[:_SHOWN])}{more}; "
+            f"name one of these folders, for example {repository}/{several[0]}{at}"
         )
 
 
 def _fetch_listed(files: DictionaryFiles, progress: bool) -> None:
-    """Download the files of other repositories that config.yaml lists."""
+    """Download files of other repositories that the dictionary's config.yaml lists and the cache lacks."""
     files_by_source: dict[tuple[str, str | None], set[str]] = defaultdict(set)
     for entry in references(files):
         if entry.repository is not None and not _is_cached(entry, files.directory):
@@ -126,13 +125,14 @@ def _fetch_listed(files: DictionaryFiles, progress: bool) -> None:
         missing = sorted(names - set(sizes))
         if missing:
             raise DownloadError(
-                f"{files.directory / CONFIG_YAML} lists {missing[0]} of {repository}, which does not have it"
+                f"{files.directory / CONFIG_YAML} lists the file {missing[0]} of the repository "
+                f"{repository}, which has no such file; correct the entry in config.yaml"
             )
         fetch_files(repository, revision, commit, {file: sizes[file] for file in names}, progress=progress)
 
 
 def _is_cached(entry: Reference, folder: Path) -> bool:
-    """Whether the hub's cache has the file of a list entry."""
+    """Whether the local cache of the hub has the file that an entry of config.yaml (in `folder`) names."""
     try:
         return entry.path(folder).is_file()
     except OSError:

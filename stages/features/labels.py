@@ -25,15 +25,15 @@ __all__ = ["labels_of", "labels_under", "set_labels"]
 def set_labels(
     store: Store, dictionary: Dictionary, labels: Mapping[FeatureId | str, str], *, author: str = ""
 ) -> None:
-    """Store labels of features; an empty text removes a label.
+    """Store a name for each of some features; an empty text removes the name.
 
-    Earlier labels stay readable through `store.annotations`.
+    Earlier names stay readable through `store.annotations`.
 
     Arguments:
         store: The store to write to.
         dictionary: The dictionary of the features.
-        labels: Text by feature or by its name ("L3:17").
-        author: Name stored with the labels.
+        labels: Text of one line by feature, or by the feature's name ("L3:17").
+        author: Name of the person who labels, stored with the texts.
 
     Raises:
         DictionaryError: The dictionary has no such feature, or one is named twice.
@@ -43,27 +43,28 @@ def set_labels(
     # "L3:17" and FeatureId(3, 17) are two keys for one feature.
     if len(texts) < len(labels):
         raise DictionaryError(
-            f"expected each feature once, found {len(labels)} names of {len(texts)} features"
+            f"expected one label per feature, found {len(labels)} labels of only {len(texts)} features; give "
+            'each feature once, as a FeatureId or as text ("L3:17")'
         )
     store.annotate(dictionary.identity, texts, author)
 
 
 def labels_of(store: Store | None, dictionary: Dictionary) -> dict[FeatureId, Annotation]:
-    """Latest label of each labelled feature of a dictionary.
+    """Newest label of each feature that people have labelled, in the order of layers and indices.
 
     Arguments:
-        store: The store; None gives no labels.
+        store: The store that holds labels; None gives none.
         dictionary: The dictionary of the features.
     """
     return {} if store is None else labels_under(store, dictionary.identity)
 
 
 def labels_under(store: Store, identity: str) -> dict[FeatureId, Annotation]:
-    """Latest labels under the identity of a dictionary, whose files are not needed.
+    """Newest label of each labelled feature, for a dictionary that is known by its digest only.
 
     Arguments:
-        store: The store.
-        identity: `Dictionary.identity`.
+        store: The store that holds labels.
+        identity: Digest of the dictionary (`Dictionary.identity`); its files are not needed.
     """
     # An empty text removes a label: annotations are only ever added.
     annotations = {FeatureId.parse(annotation.item): annotation for annotation in store.annotations(identity)}

@@ -1,4 +1,5 @@
-"""Representation of the character count within a line: mean state at each count, and its geometry.
+"""How a model represents the number of characters since the start of the line: mean states and their
+geometry.
 
 Idea (Gurnee et al. 2025, "When Models Manipulate Manifolds", transformer-circuits.pub/2025/linebreaks):
 average the residual stream over all tokens that start c characters into their line. The means lie on a curve
@@ -35,7 +36,8 @@ __all__ = ["add_sums", "count_geometry", "count_sums", "decodability", "ringing"
 
 
 COUNTS = ["true", "shuffled"]
-"""Labels of the `counts` axis."""
+"""Labels of the `counts` axis: the true character counts, and the control with counts shuffled among
+tokens."""
 MAX_OFFSET = 50
 """Upper limit on the offsets of `ringing`, in characters."""
 
@@ -57,30 +59,32 @@ add_sums = by_layer(partial(added, names=("total", "n")))
 def count_sums(
     states: xr.DataArray, count: xr.DataArray, *, max_count: int, shuffle_seed: int = 0
 ) -> xr.Dataset:
-    """Sum of the states and number of tokens at each character count: the cacheable summary of one segment.
+    """Sum of the states, and number of tokens, at each character count: the cacheable summary of one segment.
 
     Arguments:
         states: [layer?, token, hidden], any float dtype, lazy or not.
-        count: int [token], characters; tokens with a count outside of 1 to max_count are ignored.
+        count: Characters since the start of the line, int [token]; tokens with a count outside of 1 to
+            max_count are ignored.
         max_count: Largest count.
         shuffle_seed: Seed of the control, which shuffles the counts of the segment among its tokens.
 
     Returns:
-        total float64 [layer?, counts, count, hidden] and n int64 [count], equal for both.
+        total float64 [layer?, counts, count, hidden]; n int64 [count], the same for true and shuffled counts.
     """
     import xarray as xr
 
-    counts = _aligned(states, count)
-    in_range = _in_range(counts, max_count)
+    true_counts = _labels_of_tokens(states, count)
+    in_range = _in_range(true_counts, max_count)
+    shuffled_counts = shuffled(true_counts, max_count, shuffle_seed)
     # Count 0 marks tokens to leave out.
-    both = [np.where(in_range, c, 0) for c in (counts, shuffled(counts, max_count, shuffle_seed))]
-    n = np.bincount(counts[in_range], minlength=max_count + 1)[1:]
+    labellings = [np.where(in_range, counts, 0) for counts in (true_counts, shuffled_counts)]
+    n = np.bincount(true_counts[in_range], minlength=max_count + 1)[1:]
     lead = ("layer",) if "layer" in states.dims else ()
     if lead:
         layers = range(states.sizes["layer"])
-        total = np.stack([_sums(states.isel(layer=i), both, max_count) for i in layers])
+        total = np.stack([_sums_by_count(states.isel(layer=i), labellings, max_count) for i in layers])
     else:
-        total = _sums(states, both, max_count)
+        total = _sums_by_count(states, labellings, max_count)
     coords: dict[str, Any] = {"counts": COUNTS, "count": np.arange(1, max_count + 1)}
     if "layer" in states.coords:
         coords["layer"] = states["layer"]
@@ -112,7 +116,7 @@ def count_geometry(
     min_tokens: int = 1,
     centre: bool = True,
 ) -> xr.Dataset:
-    """Curve of the mean states: principal components, projections, cosines and their ringing.
+    """Geometry of the mean states at each character count: principal components, projections, cosines.
 
     Arguments:
         sums: Result of `count_sums`, possibly added over segments.
@@ -139,8 +143,9 @@ def count_geometry(
     sums = sums.sel(counts=counts, drop=True).isel(count=np.flatnonzero(keep.values))
     if sums.sizes["count"] <= n_components:
         raise ShapeError(
-            f"expected more than {n_components} character counts to take {n_components} components of, found "
-            f"{sums.sizes['count']}; give more text, longer lines, fewer components or a smaller min_tokens"
+            f"{n_components} principal components need the mean states of more than {n_components} character "
+            f"counts, found {sums.sizes['count']} counts with enough tokens; pass more text, longer lines, a "
+            "smaller n_components or a smaller min_tokens"
         )
     # Each count has the same weight, although small counts, which lines of any width have, have more tokens.
     mean = sums["total"] / sums["n"]
@@ -162,12 +167,12 @@ def count_geometry(
 
 
 def ringing(cosine: xr.DataArray) -> xr.DataArray:
-    """Mean cosine between means `offset` characters apart, [layer?, offset]; 1 at offset 0 by definition.
+    """Mean cosine between mean states whose counts differ by `offset` characters, [layer?, offset].
 
-    Offsets are below MAX_OFFSET; an offset without any pair of counts is left out.
+    It is 1 at offset 0. Offsets are below MAX_OFFSET; an offset without any pair of counts is left out.
 
     Arguments:
-        cosine: [layer?, count, other_count].
+        cosine: Cosines between the mean states of two counts, [layer?, count, other_count].
     """
     import xarray as xr
 
@@ -224,7 +229,7 @@ def decodability(
             decodability(states.isel(layer=i), count, prompt, **parameters)
             for i in range(states.sizes["layer"])
         )
-    counts, half = _aligned(states, count), _aligned(states, prompt) % 2
+    counts, half = _labels_of_tokens(states, count), _labels_of_tokens(states, prompt) % 2
     in_range = _in_range(counts, max_count)
     targets = np.stack([counts, np.zeros_like(counts)], axis=1).astype(np.float64)
     for fold in (0, 1):
@@ -238,7 +243,7 @@ def decodability(
         even, odd = fits
         assert even is not None
         assert odd is not None
-        scores = (_score(even, odd, ridge) + _score(odd, even, ridge)) / 2
+        scores = (_held_out_r2(even, odd, ridge) + _held_out_r2(odd, even, ridge)) / 2
     coords: dict[str, Any] = {"counts": COUNTS}
     if "layer" in states.coords:
         coords["layer"] = states["layer"]
@@ -246,12 +251,12 @@ def decodability(
 
 
 def shuffled(counts: Array, max_count: int, seed: int) -> Array:
-    """Counts permuted among the tokens with a count from 1 to max_count; other counts unchanged.
+    """A copy of counts, permuted among the tokens with a count from 1 to max_count; other counts unchanged.
 
     Arguments:
-        counts: int [token].
-        max_count: largest count.
-        seed: seed of the permutation.
+        counts: Count of each token, int [token].
+        max_count: Largest count.
+        seed: Seed of the permutation.
     """
     out = counts.copy()
     in_range = _in_range(counts, max_count)
@@ -260,24 +265,33 @@ def shuffled(counts: Array, max_count: int, seed: int) -> Array:
 
 
 def _in_range(counts: Array, max_count: int) -> Array:
+    """Whether each count is from 1 to max_count, bool [token]."""
     return (counts >= 1) & (counts <= max_count)
 
 
-def _aligned(states: xr.DataArray, labels: xr.DataArray) -> Array:
-    """One label per token, as int64."""
+def _labels_of_tokens(states: xr.DataArray, labels: xr.DataArray) -> Array:
+    """Counts or prompts of the tokens as int64 [token]; ShapeError unless there is one for each state."""
     if states.dims[-2:] != ("token", "hidden") or labels.dims != ("token",):
         raise ShapeError(
-            f"expected states [layer?, token, hidden] and labels [token], found {states.dims}, {labels.dims}"
+            "expected states [layer?, token, hidden] and one count or prompt per token, [token]; found "
+            f"states {states.dims} and labels {labels.dims}"
         )
     if states.sizes["token"] != labels.sizes["token"]:
         raise ShapeError(
-            f"expected one label per token ({states.sizes['token']}), found {labels.sizes['token']}"
+            f"expected a count or prompt for each of the {states.sizes['token']} tokens of the states, found "
+            f"{labels.sizes['token']}"
         )
     return np.asarray(labels.values, np.int64)
 
 
-def _sums(states: xr.DataArray, labellings: Sequence[Array], max_count: int) -> Array:
-    """Sum of the rows at each count, float64 [labelling, max_count, hidden]; count 0 marks rows left out."""
+def _sums_by_count(states: xr.DataArray, labellings: Sequence[Array], max_count: int) -> Array:
+    """Sums of the states at each count from 1 to max_count, float64 [labelling, count, hidden].
+
+    Arguments:
+        states: [token, hidden].
+        labellings: Count of each token, int [token], in several versions; 0 marks tokens to leave out.
+        max_count: Largest count.
+    """
     total = np.zeros((len(labellings), max_count, states.sizes["hidden"]))
     start = 0
     for block in row_blocks(states):
@@ -294,7 +308,7 @@ def _sums(states: xr.DataArray, labellings: Sequence[Array], max_count: int) -> 
 
 
 def _cosines(vectors: xr.DataArray) -> xr.DataArray:
-    """Cosine of every two counts, [layer?, count, other_count]; 0 with a zero vector."""
+    """Cosine between the vectors of every two counts, [layer?, count, other_count]; 0 with a zero vector."""
     import xarray as xr
 
     length = (vectors**2).sum("hidden") ** 0.5
@@ -305,7 +319,10 @@ def _cosines(vectors: xr.DataArray) -> xr.DataArray:
 
 
 def _fold_moments(states: xr.DataArray, targets: Array, selected: Array) -> Moments | None:
-    """Moments of [state, true count, shuffled count] over selected tokens; None if all counts are equal."""
+    """Moments of the columns [state, true count, shuffled count] over selected tokens, for least squares.
+
+    None if the selected tokens all have the same count.
+    """
     if len(np.unique(targets[selected, 0])) < 2:
         return None
 
@@ -323,8 +340,14 @@ def _fold_moments(states: xr.DataArray, targets: Array, selected: Array) -> Mome
     return Moments.of(blocks())
 
 
-def _score(fit: Moments, test: Moments, ridge: float) -> Array:
-    """R2 on `test` of ridge regression fitted on `fit`, [counts], from the moments of both halves alone."""
+def _held_out_r2(fit: Moments, test: Moments, ridge: float) -> Array:
+    """R2 on one half of the tokens of ridge regressions of the counts fitted on the other half, [counts].
+
+    Arguments:
+        fit: Moments of the half that is fitted, see `_fold_moments`.
+        test: Moments of the half that is predicted.
+        ridge: Penalty, relative to the mean variance of the states.
+    """
     hidden = len(fit.mean) - 2
     xx, xy = fit.scatter[:hidden, :hidden], fit.scatter[:hidden, hidden:]
     # tiny keeps the system solvable for states that are all 0.
@@ -332,7 +355,8 @@ def _score(fit: Moments, test: Moments, ridge: float) -> Array:
     weights = np.linalg.solve(xx + penalty * np.eye(hidden), xy)
     # Residual of y on test = (y - mean_y) - w'(x - mean_x) + shift, shift from the means of the two halves.
     shift = (test.mean - fit.mean)[hidden:] - weights.T @ (test.mean - fit.mean)[:hidden]
+    # Sums over the test half: of (y - mean_y)^2, of (y - mean_y) w'(x - mean_x), and of (w'(x - mean_x))^2.
     yy = np.diag(test.scatter)[hidden:]
-    cross = np.sum(weights * test.scatter[:hidden, hidden:], axis=0)
-    fitted = np.sum(weights * (test.scatter[:hidden, :hidden] @ weights), axis=0)
-    return np.asarray(1 - (yy - 2 * cross + fitted + test.n * shift**2) / yy)
+    y_times_fitted = np.sum(weights * test.scatter[:hidden, hidden:], axis=0)
+    fitted_squared = np.sum(weights * (test.scatter[:hidden, :hidden] @ weights), axis=0)
+    return np.asarray(1 - (yy - 2 * y_times_fitted + fitted_squared + test.n * shift**2) / yy)

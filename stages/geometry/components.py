@@ -1,4 +1,5 @@
-"""Helpers of both PCA solvers: argument checks, a reproducible sign of components, stacking of layers."""
+"""Helpers that both PCA solvers share: argument checks, a reproducible sign of components, joining of
+layers."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def check_components(hidden: int, n_components: int, n_omit: int) -> None:
-    """Check that there are as many components as requested.
+    """Check that states of some width have as many principal components as requested.
 
     Arguments:
-        hidden: hidden size.
-        n_components: number of components.
+        hidden: hidden size of the states.
+        n_components: number of components to return.
         n_omit: number of leading components to leave out.
 
     Raises:
@@ -27,21 +28,22 @@ def check_components(hidden: int, n_components: int, n_omit: int) -> None:
     """
     if n_components < 1 or n_omit < 0 or n_omit + n_components > hidden:
         raise ShapeError(
-            f"expected n_components >= 1 and n_omit >= 0 with n_omit + n_components <= hidden ({hidden}), "
-            f"found n_components {n_components} and n_omit {n_omit}"
+            f"states of width {hidden} have {hidden} principal components: expected n_components >= 1, "
+            f"n_omit >= 0 and n_omit + n_components <= {hidden}, found n_components={n_components} and "
+            f"n_omit={n_omit}"
         )
 
 
 def with_sign(vectors: Array) -> Array:
-    """Flip rows [component, hidden] so that the entry of largest magnitude is positive: a reproducible
-    sign."""
+    """Flip the signs of vectors [component, hidden] so that the largest entry by magnitude of each is
+    positive."""
     # The sign of an eigenvector is arbitrary, and differs between LAPACK builds.
     largest = np.take_along_axis(vectors, np.abs(vectors).argmax(axis=1)[:, None], axis=1)
     return vectors * np.where(largest < 0, -1.0, 1.0)
 
 
 def stack_layers(parts: Iterable[xr.Dataset]) -> xr.Dataset:
-    """Concatenate datasets of single layers along `layer`."""
+    """Join datasets of single layers into one with a layer axis."""
     import xarray as xr
 
     stacked: xr.Dataset = xr.concat(list(parts), dim="layer", coords="minimal", compat="override")

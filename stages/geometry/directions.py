@@ -32,9 +32,9 @@ __all__ = ["contrastive_direction", "difference_of_means", "projection_scores", 
 SIDES = ["positive", "negative"]
 """Labels of the `side` axis."""
 POSITIVE, NEGATIVE = 1, -1
-"""Values that mark a token's side; 0 excludes a token."""
+"""Values that say which side a token belongs to; 0 excludes a token."""
 _NONE = 1e-10
-"""Norm below which a difference of means has no direction."""
+"""Norm below which a difference of means counts as zero, and has no direction."""
 
 
 @stage(
@@ -68,9 +68,9 @@ def side_sums(states: xr.DataArray, side: xr.DataArray) -> xr.Dataset:
     total = np.zeros((states.sizes["layer"], 2, states.sizes["hidden"]))
     for layer in range(states.sizes["layer"]):
         for token_range, rows in state_rows(states.isel(layer=layer)):
-            for number, value in enumerate((POSITIVE, NEGATIVE)):
+            for side_index, value in enumerate((POSITIVE, NEGATIVE)):
                 # float64 sums, so that the order of segments changes only their last bits.
-                total[layer, number] += rows[labels[token_range] == value].sum(axis=0, dtype=np.float64)
+                total[layer, side_index] += rows[labels[token_range] == value].sum(axis=0, dtype=np.float64)
     # The same for every layer, so without a layer axis.
     n = [int((labels == value).sum()) for value in (POSITIVE, NEGATIVE)]
     return xr.Dataset(
@@ -105,7 +105,10 @@ def contrastive_direction(sums: xr.Dataset) -> xr.Dataset:
     """
     empty = [str(side) for side, n in zip(sums["side"].values, sums["n"].values, strict=True) if n == 0]
     if empty:
-        raise StageError(f"expected tokens on both sides, found none on the {empty[0]} one; label some")
+        raise StageError(
+            "a contrastive direction needs tokens on the positive and on the negative side, found none on "
+            f"the {empty[0]} side; label some tokens with {POSITIVE if empty[0] == 'positive' else NEGATIVE}"
+        )
     mean = (sums["total"] / sums["n"]).transpose("layer", "side", "hidden")
     contrast = difference_of_means(mean)
     lost = contrast["layer"].values[contrast["norm"].values <= _NONE].tolist()
@@ -163,9 +166,9 @@ def projection_scores(states: xr.DataArray, contrast: xr.Dataset) -> xr.Dataset:
     unknown = [int(layer) for layer in layers if layer not in contrast["layer"].values]
     if unknown or states.sizes["hidden"] != contrast.sizes["hidden"]:
         raise ShapeError(
-            f"expected states of layers {contrast['layer'].values.tolist()}, {contrast.sizes['hidden']} "
-            f"wide, found layers {layers.tolist()}, {states.sizes['hidden']} wide; are they of the same "
-            "model?"
+            f"the contrastive direction is for layers {contrast['layer'].values.tolist()} of width "
+            f"{contrast.sizes['hidden']}, found states of layers {layers.tolist()} and width "
+            f"{states.sizes['hidden']}; pass states of these layers of the same model"
         )
     score = np.empty((len(layers), states.sizes["token"]), np.float32)
     for number, layer in enumerate(layers):
@@ -179,15 +182,16 @@ def projection_scores(states: xr.DataArray, contrast: xr.Dataset) -> xr.Dataset:
 
 
 def _sides(states: xr.DataArray, side: xr.DataArray) -> Array:
-    """Side of each token; ShapeError for a wrong number of values, or unknown ones."""
+    """Side of each token, int [token]; ShapeError unless there is one of 1, -1 and 0 for each state."""
     labels = np.asarray(side.values)
     if side.dims != ("token",) or len(labels) != states.sizes["token"]:
         raise ShapeError(
-            f"expected one side per token [token] of {states.sizes['token']}, found {side.dims} of "
-            f"{labels.shape}"
+            f"expected a side for each of the {states.sizes['token']} tokens, [token], found an array "
+            f"{side.dims} of shape {labels.shape}"
         )
-    if strange := sorted({int(label) for label in np.unique(labels)} - {POSITIVE, 0, NEGATIVE}):
+    if unknown := sorted({int(label) for label in np.unique(labels)} - {POSITIVE, 0, NEGATIVE}):
         raise ShapeError(
-            f"expected sides 1 (positive), -1 (negative) and 0 (left out), found {strange[0]}; label them so"
+            "expected the side of each token to be 1 (positive), -1 (negative) or 0 (left out), found "
+            f"{unknown[0]}"
         )
     return labels

@@ -39,15 +39,16 @@ __all__ = [
 
 
 SOLVERS = ("auto", "eigh", "randomized")
+"""Names of the solvers of `pca`."""
 WIDE = 16384
-"""Hidden size above which solver "auto" avoids the hidden x hidden matrix."""
+"""Hidden size above which the solver "auto" avoids the hidden x hidden matrix."""
 
 
 def merge_moments(parts: Iterable[xr.Dataset]) -> xr.Dataset:
     """Merge the moments of several segments, per layer; their order changes float64 rounding only."""
     parts = list(parts)
     if not parts:
-        raise ShapeError("expected the moments of at least one segment, found none")
+        raise ShapeError("expected the moments of at least one segment to merge, found none")
     if "layer" not in parts[0].dims:
         merged = reduce(Moments.merge, [_moments_of(part) for part in parts])
         return _labelled(merged, parts[0].coords, parts[0].attrs["arithmetic"])
@@ -153,7 +154,7 @@ def pca(
         seed: Seed of the randomised solver.
     """
     if solver not in SOLVERS:
-        raise ShapeError(f"expected a solver among {', '.join(SOLVERS)}, found {solver!r}")
+        raise ShapeError(f"expected one of {', '.join(SOLVERS)} as the solver of a PCA, found {solver!r}")
     if solver == "randomized" or (solver == "auto" and states.sizes.get("hidden", 0) > WIDE):
         wide: xr.Dataset = randomized_components(states, n_components=n_components, n_omit=n_omit, seed=seed)
         return wide
@@ -224,7 +225,13 @@ def reconstruct_from_pcs(
 
 
 def _labelled(m: Moments, coords: Any, arithmetic: str) -> xr.Dataset:
-    """Moments as a dataset; of the coordinates only a scalar `layer` remains valid."""
+    """Moments as a labelled dataset.
+
+    Arguments:
+        m: The moments.
+        coords: Coordinates of the states; only a scalar `layer` is kept, as the others label single states.
+        arithmetic: Dtype in which products were computed: "float32" or "float64".
+    """
     import xarray as xr
 
     return xr.Dataset(
@@ -235,11 +242,22 @@ def _labelled(m: Moments, coords: Any, arithmetic: str) -> xr.Dataset:
 
 
 def _moments_of(part: xr.Dataset) -> Moments:
+    """The moments of one layer from a labelled dataset; inverse of `_labelled`."""
     return Moments(int(part["n"]), part["mean"].values, part["scatter"].values)
 
 
 def _eigen(m: Moments, n_omit: int, n_components: int, eps: float) -> tuple[Array, Array, Array]:
-    """Components, variances and ratios of one scatter; eigenvalues within rounding of zero become zero."""
+    """Principal components of one scatter matrix.
+
+    Arguments:
+        m: Moments of the states.
+        n_omit: Number of leading components to leave out.
+        n_components: Number of components.
+        eps: Machine epsilon of the arithmetic; eigenvalues within rounding errors of zero are set to zero.
+
+    Returns:
+        (components [component, hidden], variances [component], shares of the total variance [component]).
+    """
     hidden = len(m.mean)
     # eigh of the scatter rather than an SVD of the states, which would have to be in memory.
     values, vectors = np.linalg.eigh(m.scatter)

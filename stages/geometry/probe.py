@@ -35,13 +35,14 @@ __all__ = ["FEWEST", "KINDS", "PENALTIES", "TARGETS", "probe"]
 KINDS = ("label", "number")
 """Kinds of targets: classes, or real numbers."""
 TARGETS = ["true", "shuffled"]
-"""Labels of the `targets` axis."""
+"""Labels of the `targets` axis: a probe fitted to the true targets, and the control fitted to shuffled
+ones."""
 PENALTIES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 """Penalties on the squared weights, relative to the mean loss per example; states are standardised."""
 FEWEST = 3
 """Minimum number of prompts: one each for fit, validation and test."""
 VALIDATION_SHARE = 0.25
-"""Share of the prompts outside the test on which the penalty is chosen."""
+"""Share of the prompts that are not test prompts on which the penalty is chosen."""
 STEPS = 500
 """Maximum iterations of a logistic regression; the validation score decides whether an unconverged fit is
 used."""
@@ -109,8 +110,8 @@ def probe(
     values, prompt_index = np.asarray(target.values), np.asarray(prompt.values)
     if len(values) != states.sizes["token"] or len(prompt_index) != len(values):
         raise ShapeError(
-            f"expected one target and prompt per token ({states.sizes['token']}), found {len(values)} and "
-            f"{len(prompt_index)}"
+            f"expected a target and a prompt for each of the {states.sizes['token']} tokens of the states, "
+            f"found {len(values)} targets and {len(prompt_index)} prompts"
         )
     rows = np.flatnonzero(~np.isnan(values.astype(np.float64)))
     examples = _Examples.of(values[rows], prompt_index[rows], settings)
@@ -138,7 +139,7 @@ def probe(
 
 @dataclass(frozen=True)
 class _Settings:
-    """Checked parameters of `probe`."""
+    """Parameters of the stage `probe`; ConfigError for one that is out of its range."""
 
     kind: str
     """"label" or "number"."""
@@ -153,48 +154,57 @@ class _Settings:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ConfigError(f"expected kind 'label' or 'number', found {self.kind!r}")
+            raise ConfigError(f"expected 'label' or 'number' as the kind of a probe, found {self.kind!r}")
         if not 0 < self.test_share < 1:
-            raise ConfigError(f"expected test_share between 0 and 1, found {self.test_share}")
+            raise ConfigError(f"expected test_share of a probe between 0 and 1, found {self.test_share}")
         if not self.penalties or min(self.penalties) <= 0:
-            raise ConfigError(f"expected penalties above 0, found {list(self.penalties)}")
+            raise ConfigError(f"expected penalties of a probe above 0, found {list(self.penalties)}")
 
     @property
     def is_label(self) -> bool:
+        """Whether targets are classes; else they are numbers."""
         return self.kind == "label"
 
 
 @dataclass(frozen=True)
 class _Examples:
-    """Tokens with a target, as indices of fit, validation and test examples."""
+    """Tokens with a target (examples), split by prompt into parts for fit, validation and test."""
 
     target: Array
-    """Target of each example, int64 for labels, [example]."""
+    """Target of each example, [example]; int64 for labels."""
     shuffled: Array
-    """Targets permuted within train and within test, [example]."""
+    """Targets permuted within train (fit and validation) and within test, [example]."""
     prompt: Array
     """Prompt of each example, [example]."""
     fit: Array
-    """Indices of the examples fitted to choose a penalty."""
+    """Indices of the examples that are fitted while a penalty is chosen."""
     validation: Array
     """Indices of the examples on which the penalty is chosen."""
     test: Array
-    """Indices of the examples scored."""
+    """Indices of the examples on which the probe is scored."""
 
     @classmethod
     def of(cls, target: Array, prompt: Array, settings: _Settings) -> _Examples:
-        """Split by prompt and shuffle targets within train and test. PromptError for too few prompts or
-        classes."""
+        """Split examples by prompt, and shuffle their targets within train and within test.
+
+        Arguments:
+            target: Target of each example, [example].
+            prompt: Prompt of each example, [example].
+            settings: Parameters of the probe.
+
+        Raises:
+            PromptError: There are too few prompts, or only one class.
+        """
         prompts = np.unique(prompt)
         if len(prompts) < FEWEST:
             raise PromptError(
-                f"expected targets in at least {FEWEST} prompts, to be split into train, validation and "
-                f"test, found {len(prompts)}; give more prompts"
+                f"a probe needs targets in at least {FEWEST} prompts, one each for fit, validation and test, "
+                f"found them in {len(prompts)}; pass more prompts"
             )
         if settings.is_label and len(np.unique(target)) < 2:
             raise PromptError(
-                f"expected two labels or more, found one in all {len(target)} examples; a probe has nothing "
-                "to tell apart"
+                f"a probe needs targets with at least two labels, found the same label in all {len(target)} "
+                "examples; pass examples of another label"
             )
         rng = np.random.default_rng(settings.seed)
         # Prompts are permuted, not examples, so that no prompt is in two parts.
@@ -205,8 +215,8 @@ class _Examples:
         parts = [np.flatnonzero(np.isin(prompt, part)) for part in (fit, validation, test)]
         if settings.is_label and len(np.unique(target[parts[0]])) < 2:
             raise PromptError(
-                f"expected two labels or more among the {len(fit)} prompts fitted, found one; give more "
-                "prompts, or another seed"
+                f"a probe needs at least two labels among the {len(fit)} prompts that it is fitted to, found "
+                "one; pass more prompts, or another seed of the split"
             )
         if settings.is_label:
             target = target.astype(np.int64)
@@ -218,11 +228,12 @@ class _Examples:
 
     @property
     def train(self) -> Array:
-        """Indices of fit and validation examples."""
+        """Indices of the examples for fit and validation together."""
         return np.concatenate([self.fit, self.validation])
 
     def baseline(self) -> float:
-        """Test score of the best constant prediction of the train part."""
+        """Score on the test examples of a constant prediction: the train part's most frequent label, or
+        mean."""
         train, test = self.target[self.train], self.target[self.test]
         if self.target.dtype.kind == "i":
             return float((test == np.bincount(train).argmax()).mean())
@@ -230,8 +241,17 @@ class _Examples:
 
 
 def _probe_layer(states: Array, examples: _Examples, settings: _Settings) -> dict[str, Array]:
-    """Scores of one layer [targets], and the probe of the true targets. `states`: float64 [example,
-    hidden]."""
+    """Fit and score the probes of one layer, for true and for shuffled targets.
+
+    Arguments:
+        states: States of all examples, float64 [example, hidden].
+        examples: Targets, and the split.
+        settings: Parameters of the probe.
+
+    Returns:
+        score, low, high and penalty [targets]; weight [output, hidden] and bias [output] of the probe that
+        was fitted to the true targets.
+    """
     results: dict[str, list[Any]] = {name: [] for name in ("score", "low", "high", "penalty")}
     probes = []
     for target in (examples.target, examples.shuffled):
@@ -241,11 +261,11 @@ def _probe_layer(states: Array, examples: _Examples, settings: _Settings) -> dic
         # A class that occurs only in the test part has no output, so its examples count as wrong.
         classes = np.unique(target[examples.train]) if settings.is_label else None
         predicted = _predict(states[examples.test], weight, bias, classes)
-        counts = _by_prompt(
+        sums = _sums_by_prompt(
             target[examples.test], predicted, examples.prompt[examples.test], settings.is_label
         )
-        low, high = _interval(counts, settings)
-        for name, value in zip(results, (float(_score(counts.sum(0))), low, high, penalty), strict=True):
+        low, high = _bootstrap_interval(sums, settings)
+        for name, value in zip(results, (float(_score(sums.sum(0))), low, high, penalty), strict=True):
             results[name].append(value)
     weight, bias = probes[0]
     return {**{name: np.array(values) for name, values in results.items()}, "weight": weight, "bias": bias}
@@ -273,19 +293,28 @@ def _best_penalty(states: Array, target: Array, examples: _Examples, settings: _
 
 
 def _fit(states: Array, target: Array, penalty: float, settings: _Settings) -> tuple[Array, Array]:
-    """Fit on standardised states; returns weight [output, hidden] and bias [output] for the original
-    states."""
+    """Fit a linear probe on standardised states.
+
+    Arguments:
+        states: float64 [example, hidden].
+        target: Target of each example, [example].
+        penalty: Penalty on the squared weights, relative to the mean loss per example.
+        settings: Parameters of the probe.
+
+    Returns:
+        (weight [output, hidden], bias [output]) for states that are not standardised.
+    """
     try:
         from sklearn.exceptions import ConvergenceWarning
         from sklearn.linear_model import LogisticRegression, Ridge
     except ImportError as error:
         raise MissingExtra(
-            "probes need scikit-learn, which is not installed; pip install 'mizarr[probing]'"
+            "a probe is fitted with scikit-learn, which is not installed; run pip install 'mizarr[probing]'"
         ) from error
     mean, spread = states.mean(0), states.std(0)
     # Constant dimensions stay 0 instead of becoming NaN.
     spread = np.where(spread > 0, spread, 1.0)
-    ready = (states - mean) / spread
+    standardised = (states - mean) / spread
     n = len(target)
     if settings.is_label:
         # scikit-learn's C multiplies the sum of losses; here the penalty is relative to their mean.
@@ -294,13 +323,20 @@ def _fit(states: Array, target: Array, penalty: float, settings: _Settings) -> t
         model = Ridge(alpha=penalty * n, solver="cholesky")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
-        model.fit(ready, target)
+        model.fit(standardised, target)
     weight = np.atleast_2d(model.coef_) / spread
     return weight, np.atleast_1d(model.intercept_) - weight @ mean
 
 
 def _predict(states: Array, weight: Array, bias: Array, classes: Array | None) -> Array:
-    """Prediction for each state: a number, or one of the fitted classes."""
+    """Prediction of a probe for each state, [example]: a number, or one of the classes.
+
+    Arguments:
+        states: float64 [example, hidden].
+        weight: Weights of the probe, [output, hidden].
+        bias: Bias of the probe, [output].
+        classes: Classes that were fitted, in order; None for numbers.
+    """
     raw: Array = states @ weight.T + bias
     if classes is None:
         return raw[:, 0]
@@ -310,8 +346,13 @@ def _predict(states: Array, weight: Array, bias: Array, classes: Array | None) -
     return predicted
 
 
-def _by_prompt(target: Array, predicted: Array, prompt: Array, is_label: bool) -> Array:
-    """Sums per test prompt [prompt, 2 or 4]; `_score` of any set of prompts follows from them."""
+def _sums_by_prompt(target: Array, predicted: Array, prompt: Array, is_label: bool) -> Array:
+    """Sums over the examples of each prompt, from which `_score` computes the score of any set of prompts.
+
+    Returns:
+        For labels [prompt, 2]: numbers of correct examples and of all examples. For numbers [prompt, 4]: sums
+        of squared errors, of examples, of centred targets, and of their squares.
+    """
     if is_label:
         columns = [predicted == target, np.ones(len(target))]
     else:
@@ -322,29 +363,38 @@ def _by_prompt(target: Array, predicted: Array, prompt: Array, is_label: bool) -
 
 
 def _score(sums: Array) -> Array:
-    """Accuracy or R2 from summed columns [..., 2 or 4]; NaN if all targets are equal."""
+    """Accuracy or R2 from the columns of `_sums_by_prompt`, summed over prompts, [..., 2 or 4].
+
+    R2 is NaN if all targets are equal.
+    """
     with np.errstate(divide="ignore", invalid="ignore"):
         if sums.shape[-1] == 2:
             accuracy: Array = sums[..., 0] / sums[..., 1]
             return accuracy
         error, n, total, squares = np.moveaxis(sums, -1, 0)
-        around = squares - total**2 / n
-        r2: Array = 1 - error / np.where(around > 0, around, np.nan)
+        # Sum of squared deviations of the targets from their mean.
+        deviations = squares - total**2 / n
+        r2: Array = 1 - error / np.where(deviations > 0, deviations, np.nan)
         return r2
 
 
 def _r2(target: Array, predicted: Array) -> Array:
     """R2, share of the variance explained; 0 for predicting the mean, negative for worse."""
-    return _score(_by_prompt(target, predicted, np.zeros(len(target), int), is_label=False)[0])
+    return _score(_sums_by_prompt(target, predicted, np.zeros(len(target), int), is_label=False)[0])
 
 
-def _interval(counts: Array, settings: _Settings) -> tuple[float, float]:
-    """Bootstrap interval of the score: 2.5% and 97.5% over resampled test prompts."""
+def _bootstrap_interval(sums: Array, settings: _Settings) -> tuple[float, float]:
+    """95 % bootstrap interval of the score over resampled test prompts, as (2.5 %, 97.5 %) percentiles.
+
+    Arguments:
+        sums: Result of `_sums_by_prompt` for the test examples.
+        settings: Number of resamples and seed.
+    """
     rng = np.random.default_rng(settings.seed)
-    n = len(counts)
-    # Counts of each prompt in a resample, so that scores of all resamples are one matrix product.
-    drawn = rng.multinomial(n, np.full(n, 1 / n), size=settings.resamples)
-    scores = _score(drawn @ counts)
+    n_prompts = len(sums)
+    # How often each prompt is in a resample, so that scores of all resamples are one matrix product.
+    drawn = rng.multinomial(n_prompts, np.full(n_prompts, 1 / n_prompts), size=settings.resamples)
+    scores = _score(drawn @ sums)
     if np.isnan(scores).all():
         return float("nan"), float("nan")
     # A resample whose targets are all equal has no R2.
@@ -353,5 +403,5 @@ def _interval(counts: Array, settings: _Settings) -> tuple[float, float]:
 
 
 def _share(n: int, share: float, left: int) -> int:
-    """Number of prompts for a share of n: at least one, leaving at least `left`."""
+    """Number of prompts for a share of n prompts: at least one, and such that at least `left` remain."""
     return min(max(1, round(share * n)), n - left)

@@ -28,10 +28,11 @@ __all__ = ["randomized_components"]
 
 
 OVERSAMPLING = 16
-"""Columns of Q beyond the number of components."""
+"""Number of columns of Q beyond the number of components."""
 PASSES = 4
-"""Applications of the scatter before the last one; sklearn uses 4 to 7 for few components."""
-_TILE = 256  # rows widened to float64 at once
+"""Default number of multiplications with the scatter before the last one; sklearn uses 4 to 7."""
+_TILE = 256
+"""Number of rows that are converted to float64 at a time."""
 
 
 @stage(
@@ -103,8 +104,14 @@ def randomized_components(
 
 
 def _mean_and_variance(states: xr.DataArray) -> tuple[int, Array, float]:
-    """Number of rows, mean [hidden] and trace of the scatter, float64, by merging blocks (Chan et al.
-    1983)."""
+    """Number of rows, mean and total variance of states, by merging blocks (Chan et al. 1983).
+
+    Returns:
+        (number of rows, mean float64 [hidden], trace of the scatter).
+
+    Raises:
+        ShapeError: There is no row.
+    """
     n, mean, total = 0, np.zeros(states.sizes["hidden"]), 0.0
     for block in row_blocks(states):
         block_mean = block.mean(axis=0, dtype=np.float64)
@@ -116,25 +123,39 @@ def _mean_and_variance(states: xr.DataArray) -> tuple[int, Array, float]:
         mean = mean + delta * (len(block) / max(n_rows, 1))
         n = n_rows
     if n == 0:
-        raise ShapeError("expected at least one row, found none; select some tokens")
+        raise ShapeError("expected at least one state for a PCA, found none; select some tokens")
     return n, mean, total
 
 
 def _leading(states: xr.DataArray, mean: Array, count: int, seed: int, passes: int) -> tuple[Array, Array]:
-    """Largest eigenvalues of the scatter, descending, and their eigenvectors [component, hidden]."""
+    """(largest eigenvalues of the scatter, descending; their eigenvectors [component, hidden]).
+
+    Arguments:
+        states: [samples..., hidden].
+        mean: Mean of the states, [hidden].
+        count: Number of eigenvalues.
+        seed: Seed of the random start.
+        passes: Number of multiplications with the scatter before the last one.
+    """
     width = min(count + OVERSAMPLING, len(mean))
     basis = np.linalg.qr(np.random.default_rng(seed).standard_normal((len(mean), width)))[0]
     for _ in range(passes):
-        basis = np.linalg.qr(_applied(states, mean, basis))[0]
-    small = basis.T @ _applied(states, mean, basis)
+        basis = np.linalg.qr(_scatter_times(states, mean, basis))[0]
+    small = basis.T @ _scatter_times(states, mean, basis)
     # Symmetrised: rounding makes Q' S Q slightly asymmetric.
     values, rotation = np.linalg.eigh((small + small.T) / 2)
     order = np.argsort(values)[::-1][:count]
     return values[order], (basis @ rotation[:, order]).T
 
 
-def _applied(states: xr.DataArray, mean: Array, basis: Array) -> Array:
-    """Scatter times basis, float64 [hidden, width], in one pass; blocks are multiplied as float32."""
+def _scatter_times(states: xr.DataArray, mean: Array, basis: Array) -> Array:
+    """Product of the scatter of states and a basis, float64 [hidden, width], in one pass over the states.
+
+    Arguments:
+        states: [samples..., hidden]; blocks are multiplied as float32.
+        mean: Mean of the states, [hidden].
+        basis: [hidden, width].
+    """
     narrow, centre = basis.astype(np.float32), mean.astype(np.float32)
     product = np.zeros(basis.shape)
     for block in row_blocks(states):

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 __all__ = ["representation_similarity"]
 
 PAIRS = ("rows", "layer", "other_layer")
+"""Dims of each measure; "rows" is "matched", or "shuffled" for the null value."""
 MEASURES = ("cka", "procrustes", "svcca")
+"""Names of the measures, in the order in which `_measures` returns them."""
 
 
 @stage(
@@ -78,11 +80,11 @@ def representation_similarity(
     n = states.sizes["token"]
     if n != other.sizes["token"] or n < 2:
         raise ShapeError(
-            f"expected two or more states of the same tokens on both sides, found {n} and "
-            f"{other.sizes['token']}; capture both models on one list of prompts"
+            "representations are compared on the same two or more tokens, found states of "
+            f"{n} and of {other.sizes['token']} tokens; capture both models on the same prompts"
         )
     if not 0 < variance <= 1:
-        raise ShapeError(f"expected a share of the variance in (0, 1], found {variance:g}")
+        raise ShapeError(f"expected variance, a share, above 0 and at most 1, found variance={variance:g}")
     widths = states.sizes["hidden"], other.sizes["hidden"]
     similarities = np.full((len(MEASURES), 2, states.sizes["layer"], other.sizes["layer"]), np.nan)
     for x_layers, y_layers in _groups(states.sizes["layer"], other.sizes["layer"], sum(widths) + widths[1]):
@@ -106,7 +108,14 @@ def representation_similarity(
 
 
 def _measures(xx: Array, yy: Array, xy: Array, variance: float) -> tuple[float, float, float]:
-    """CKA, Procrustes similarity and SVCCA from centred scatters [hidden, hidden]."""
+    """(CKA, Procrustes similarity, SVCCA) of two sets of states; NaN if one has no variance.
+
+    Arguments:
+        xx: Scatter of the first set, [hidden, hidden].
+        yy: Scatter of the second set.
+        xy: Cross-scatter between the two.
+        variance: Share of the variance in the directions that SVCCA uses.
+    """
     spread = np.trace(xx), np.trace(yy)
     if min(spread) <= 0:
         return (float("nan"),) * 3
@@ -121,8 +130,12 @@ def _measures(xx: Array, yy: Array, xy: Array, variance: float) -> tuple[float, 
 
 
 def _whitening(scatter: Array, variance: float) -> Floats:
-    """Whitening matrix [hidden, direction]: leading principal directions that hold a share of the variance,
-    each divided by the root of its variance."""
+    """Whitening matrix [hidden, direction]: principal directions, each divided by the root of its variance.
+
+    Arguments:
+        scatter: Scatter of the states, [hidden, hidden].
+        variance: Share of the total variance; as many leading directions are used as hold it.
+    """
     values, vectors = np.linalg.eigh(scatter)
     values, vectors = values[::-1], vectors[:, ::-1]
     cumulative = np.cumsum(values) / values.sum()
@@ -153,15 +166,31 @@ def _groups(layers: int, n_other: int, width: int) -> Iterator[tuple[range, rang
 
 
 def _cut(start: int, count: int, width: int) -> list[slice]:
-    """Column ranges of `count` consecutive layers of this width, from column `start` on."""
+    """Columns of each of `count` layers that lie side by side in a matrix.
+
+    Arguments:
+        start: First column of the first layer.
+        count: Number of layers.
+        width: Number of columns per layer.
+    """
     return [slice(start + i * width, start + (i + 1) * width) for i in range(count)]
 
 
 def _side_by_side(
     states: xr.DataArray, other: xr.DataArray, x_layers: Sequence[int], y_layers: Sequence[int], seed: int
 ) -> Iterator[Array]:
-    """Yield blocks [token, columns]: layers of the first set, of the second, and of the second with permuted
-    tokens."""
+    """Yield blocks [token, column] of the states of both sets, side by side.
+
+    The columns are the layers of the first set, those of the second set, and those of the second set again
+    with their tokens permuted.
+
+    Arguments:
+        states: First set, [layer, token, hidden].
+        other: Second set, [layer, token, hidden].
+        x_layers: Indices of the layers of the first set.
+        y_layers: Indices of the layers of the second set.
+        seed: Seed of the permutations.
+    """
     sides = states.isel(layer=list(x_layers)), other.isel(layer=list(y_layers))
     # `ahead` reads in order on one thread, so every call of `read` draws the same permutation again.
     rng = np.random.default_rng(seed)

@@ -25,35 +25,43 @@ __all__ = ["Moments", "row_blocks"]
 
 BLOCK_BYTES = 1 << 26
 """Bytes of float32 rows per matrix product, within 4k to 32k rows; large blocks mean fewer additions."""
-_TILE = 256  # rows that are widened and shifted together
+_TILE = 256
+"""Number of rows that are converted and shifted at a time, so that they stay in the CPU cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Count, mean and scatter of some rows."""
+    """Number, mean and scatter matrix of some rows (vectors)."""
 
     n: int
     """Number of rows."""
     mean: Array
-    """float64 [hidden]."""
+    """Mean of the rows, float64 [hidden]."""
     scatter: Array
-    """float64 [hidden, hidden], sum of (x - mean)(x - mean)'."""
+    """Sum over the rows x of (x - mean)(x - mean)', float64 [hidden, hidden]."""
 
     @classmethod
     def of(cls, blocks: Iterable[Array]) -> Moments:
-        """Moments of rows that arrive as blocks [row, hidden]; products in float32, or float64 for float64
-        input."""
+        """Moments of rows that arrive in blocks [row, hidden].
+
+        Products are computed in float32, for float64 rows in float64; they are summed in float64.
+
+        Raises:
+            ShapeError: There is no row.
+        """
         sums: _Sums | None = None
         for block in blocks:
             if len(block):
                 sums = sums or _Sums(block)
                 sums.add(block)
         if sums is None:
-            raise ShapeError("expected at least one row, found none; select some tokens")
+            raise ShapeError(
+                "expected at least one state to compute moments of, found none; select some tokens"
+            )
         return sums.moments()
 
     def merge(self, other: Moments) -> Moments:
-        """Moments of both sets of rows together."""
+        """Moments of the rows of both sets together."""
         n = self.n + other.n
         if n == 0:
             return self
@@ -63,7 +71,7 @@ class Moments:
 
 
 class _Sums:
-    """Running sums over blocks of rows: products in `kind`, totals in float64.
+    """Running sums over blocks of rows: products in the dtype `kind`, totals in float64.
 
     In a column whose mean is many times its spread, a float32 product loses that ratio squared in precision.
     Such rows are shifted by about their mean first. If all means are small, the shift would gain at most a
@@ -87,7 +95,8 @@ class _Sums:
         self._ones = np.ones(0, self.kind)
 
     def add(self, block: Array) -> None:
-        rows = self._prepared(block)
+        """Add the rows of a block [row, hidden]."""
+        rows = self._converted(block)
         if len(rows) > len(self._ones):
             self._ones = np.ones(len(rows), self.kind)
         # numpy notices that both factors are one array and calls syrk: half the flops of a general product.
@@ -97,12 +106,13 @@ class _Sums:
         self.n += len(rows)
 
     def moments(self) -> Moments:
+        """Moments of all rows added so far."""
         mean = self.total / self.n
         scatter = self.gram - np.outer(self.total, mean)
         return Moments(self.n, mean if self.shift is None else mean + self.shift, scatter)
 
-    def _prepared(self, block: Array) -> Array:
-        """The block in `kind`, shifted if necessary, in a buffer that is allocated once."""
+    def _converted(self, block: Array) -> Array:
+        """The block in the dtype `kind`, shifted if necessary, in a buffer that is allocated once."""
         if self.shift is None and block.dtype == self.kind:
             return block
         if len(block) > len(self._buffer):
@@ -114,6 +124,7 @@ class _Sums:
         return out
 
     def _fill(self, rows: Array, out: Array) -> None:
+        """Write rows, converted to `kind` and shifted if necessary, into `out`."""
         if rows.dtype.name == "bfloat16":  # widened by bit shift: half the time of ml_dtypes' astype
             np.left_shift(rows.view(np.uint16), 16, out=out.view(np.uint32), dtype=np.uint32)
             rows = out
@@ -136,7 +147,8 @@ def row_blocks(states: xr.DataArray, block: int | None = None) -> Iterator[Array
     """
     if "hidden" not in states.dims:
         raise ShapeError(
-            f"expected a 'hidden' dim, found {states.dims}; rename the dim that holds the vector"
+            f"expected states with a dim named 'hidden', found the dims {states.dims}; rename the dim along "
+            "which a state's vector lies"
         )
     states = states.transpose(..., "hidden")
     if states.ndim == 1:

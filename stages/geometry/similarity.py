@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 __all__ = ["layer_cka", "layer_cosine"]
 
 PAIRS = ("layer", "other_layer")
-
+"""Dims of a comparison of every two layers."""
 GRAM_BYTES = 1 << 28
-"""Bytes of Gram matrices in memory. Larger problems are computed in tiles, each of which reads its layers
-again."""
+"""Bytes of Gram matrices in memory at a time. If there are more, pairs of layers are computed in groups, each
+of which reads its layers again."""
 
 
 def merge_cosines(parts: Sequence[xr.Dataset]) -> xr.Dataset:
@@ -83,7 +83,7 @@ def layer_cosine(states: xr.DataArray) -> xr.Dataset:
     states = as_layers(states)
     layers, n = states.sizes["layer"], states.sizes["token"]
     if n == 0:
-        raise ShapeError("expected at least one token, found none; select some tokens")
+        raise ShapeError("expected at least one token to compare layers on, found none; select some tokens")
     total = np.zeros((layers, layers))
     sums = np.zeros((layers, states.sizes["hidden"]))
     for rows in _blocks(states, range(layers)):
@@ -118,7 +118,9 @@ def layer_cka(states: xr.DataArray, *, unbiased: bool = False) -> xr.Dataset:
     layers, n = states.sizes["layer"], states.sizes["token"]
     least = 4 if unbiased else 2
     if n < least:
-        raise ShapeError(f"expected at least {least} tokens to compare layers on, found {n}")
+        raise ShapeError(
+            f"expected at least {least} tokens to compare layers by CKA, found {n}; select more tokens"
+        )
     hsic = np.zeros((layers, layers))
     shift = _first_means(states)  # HSIC does not depend on a common shift of the states of a layer
     for x_layers, y_layers in _tiles(layers, states.sizes["hidden"]):
@@ -163,15 +165,15 @@ class _Products:
     def of(
         cls, states: xr.DataArray, x_layers: Sequence[int], y_layers: Sequence[int], shift: Array
     ) -> _Products:
-        width, a, b = states.sizes["hidden"], len(x_layers), len(y_layers)
-        """Sum over all tokens, reading each layer of either group once.
+        """Compute the sums over all tokens; each layer of either group is read once.
 
         Arguments:
             states: [layer, token, hidden].
-            x_layers: indices of the layers of group x.
-            y_layers: indices of the layers of group y.
-            shift: approximate mean state of each layer, [layer, hidden], subtracted from all states.
+            x_layers: Indices of the layers of group x.
+            y_layers: Indices of the layers of group y.
+            shift: Approximate mean state of each layer, [layer, hidden], subtracted from all states.
         """
+        width, a, b = states.sizes["hidden"], len(x_layers), len(y_layers)
         layers_read = list(dict.fromkeys([*x_layers, *y_layers]))
         at_x, at_y = [layers_read.index(i) for i in x_layers], [layers_read.index(i) for i in y_layers]
         sums = cls(
@@ -198,6 +200,14 @@ class _Products:
         return sums
 
     def _add(self, x: Array, y: Array, xx: Array, yy: Array) -> None:
+        """Add a block of tokens to all sums except `cross`.
+
+        Arguments:
+            x: States of group x, [layer, token, hidden].
+            y: States of group y.
+            xx: Squared norms of the states of group x, [layer, token].
+            yy: Squared norms of the states of group y.
+        """
         self.total_x += x.sum(axis=1, dtype=np.float64)
         self.total_y += y.sum(axis=1, dtype=np.float64)
         self.x_by_y += yy @ x
@@ -265,8 +275,10 @@ def _blocks(states: xr.DataArray, layers: Sequence[int]) -> Iterator[Array]:
 
 
 def _first_means(states: xr.DataArray) -> Array:
-    """Approximate mean state of each layer, float32 [layer, hidden], to be subtracted: it would use up the
-    mantissa."""
+    """Mean of the first states of each layer, float32 [layer, hidden], as a shift of all states.
+
+    A large common offset would use up the mantissa of float32 products.
+    """
     # A few hundred tokens suffice, since the shift need not be the exact mean.
     sample = next(token_ranges(states, states.sizes["layer"] * states.sizes["hidden"]))
     values = states.isel(token=slice(sample.start, min(sample.stop, 512))).transpose(
@@ -277,13 +289,14 @@ def _first_means(states: xr.DataArray) -> Array:
 
 
 def _unit(rows: Array) -> Array:
-    """Normalise rows to length 1, in place; zero rows stay zero."""
+    """Normalise vectors [layer, token, hidden] to length 1, in place; zero vectors stay zero."""
     length = np.sqrt(np.einsum("lth,lth->lt", rows, rows))[..., None]
     rows /= np.where(length > 0, length, 1)
     return rows
 
 
 def _cosines(cosine: Array, mean: Array, n: int, layer: xr.Variable) -> xr.Dataset:
+    """Result of `layer_cosine` from its cosines, mean states, number of tokens and layer numbers."""
     import xarray as xr
 
     length = np.linalg.norm(mean, axis=1, keepdims=True)
@@ -300,6 +313,7 @@ def _cosines(cosine: Array, mean: Array, n: int, layer: xr.Variable) -> xr.Datas
 
 
 def _coords(layer: xr.Variable) -> dict[str, Any]:
+    """Coordinates of a comparison of every two layers, from the layer numbers."""
     return {
         "layer": ("layer", layer.values, {"long_name": "layer"}),
         "other_layer": ("other_layer", layer.values, {"long_name": "layer"}),

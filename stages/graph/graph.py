@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["AttributionGraph", "PrunedGraph", "attribution_graph", "graph_node"]
 
 _IN_MEMORY = 1 << 28
-"""Most bytes of `adjacency` as a numpy array; a larger one is a lazy dask array."""
+"""Largest size in bytes of `adjacency` as a numpy array; a larger one is a lazy dask array."""
 
 
 @takes_options(AttributionOptions)
@@ -61,23 +61,25 @@ def attribution_graph(
     progress: bool = False,
     **options: Any,
 ) -> AttributionGraph:
-    """Compute the attribution graph of one prompt; with a store only once, continuing after a kill.
+    """Compute the attribution graph of one prompt.
+
+    With a store, a graph is computed only once, and a killed computation continues.
 
     Arguments:
-        model: a loaded model, or the name of one.
-        dictionary: transcoders made for the model.
-        prompt: a text, which gets a BOS in front if it has none, or token ids.
-        store: where to store rows and the graph; None holds the graph in memory only.
-        cluster: address of a Dask scheduler whose workers compute the rows of large graphs; they load the
+        model: A loaded model, or the name of a model.
+        dictionary: Transcoders that were trained on the model.
+        prompt: A text, which gets a BOS token in front if it has none, or token ids.
+        store: Store for rows and graph; None keeps the graph in memory only.
+        cluster: Address of a Dask scheduler whose workers compute the rows of large graphs; they load the
             model by its name.
-        workers: number of worker processes on this machine (see `pipeline.run`).
-        progress: whether to show a progress bar on stderr.
-        options: see below.
+        workers: Number of worker processes on this machine (see `pipeline.run`).
+        progress: Whether to show a progress bar on stderr.
+        options: See below.
 
     Raises:
-        DictionaryError: for a dictionary that does not fit the model.
-        PromptError, TokenizerError, ShapeError: for invalid prompts or targets.
-        PlanError: if memory is too small, or workers cannot access model or store; nothing is stored.
+        DictionaryError: The dictionary does not fit the model.
+        PromptError, TokenizerError, ShapeError: The prompt or a target is invalid.
+        PlanError: The memory is too small, or workers cannot access model or store; nothing is stored.
     """
     from ...pipeline import run
     from ...store import open_store
@@ -88,8 +90,8 @@ def attribution_graph(
         return AttributionGraph(node.open(store))
     if cluster is not None:
         raise PlanError(
-            f"expected a store that the workers of {cluster} see, found none; pass store=, or workers= of "
-            "this machine"
+            f"expected a store that the workers of the cluster {cluster} can write to, found none; pass "
+            "store=, or use workers= on this machine"
         )
     with tempfile.TemporaryDirectory(prefix="mizarr-graph-") as folder:
         # No fsync: the folder is deleted below.
@@ -105,7 +107,7 @@ def graph_node(
     prompt: Any,
     **options: Any,
 ) -> GraphNode:
-    """The node of a workflow that computes an attribution graph.
+    """Plan node that computes an attribution graph, for use with other nodes of a workflow.
 
     Nothing is computed, and torch is not imported.
 
@@ -153,7 +155,7 @@ class AttributionGraph:
     def __init__(self, dataset: xr.Dataset) -> None:
         """Wrap the dataset that `GraphNode` stores, or that `files.torch_file.read` returns."""
         self.dataset = dataset
-        """The graph as it is stored; `weights` [target, source] are the edges, rows features, then logits."""
+        """The graph as stored; `weights` [target, source] are the edges: rows are features, then logits."""
 
     def __repr__(self) -> str:
         c = self.counts
@@ -163,7 +165,7 @@ class AttributionGraph:
         )
 
     def _repr_html_(self) -> str:
-        """HTML for notebooks: number of nodes of each kind, explained logits, size of the adjacency."""
+        """Summary for a notebook: number of nodes of each kind, explained logits, size of the adjacency."""
         c = self.counts
         kinds = [("feature", c.features), ("error", c.errors), ("token", c.positions), ("logit", c.logits)]
         body = html.table(["nodes", "number"], [(name, f"{n:,}") for name, n in kinds], right=[1])
@@ -182,7 +184,7 @@ class AttributionGraph:
 
     @cached_property
     def nodes(self) -> xr.Dataset:
-        """Labels kind, layer, position, feature and activation, each [node]; see `node_labels`."""
+        """Kind, layer, position, feature and activation of every node, each [node]; see `node_labels`."""
         import xarray as xr
 
         return xr.Dataset({name: ("node", values) for name, values in node_labels(self.dataset).items()})
@@ -194,10 +196,9 @@ class AttributionGraph:
 
     @property
     def scan(self) -> str | list[str] | None:
-        """Name or names of the transcoders, by which circuit-tracer finds their dashboards.
+        """Name or names of the transcoders, by which circuit-tracer finds their feature dashboards.
 
-        Their declared name, or else the name of the dictionary, as circuit-tracer does for local ones. None
-        for a graph from a file without either.
+        The name in their config.yaml, else the dictionary's name; None for a graph from a file with neither.
         """
         scan = self.dataset.attrs.get("scan") or self.dataset.attrs.get("dictionary")
         return scan if scan is None or isinstance(scan, str) else [str(name) for name in scan]
@@ -224,13 +225,12 @@ class AttributionGraph:
 
     @property
     def selected_features(self) -> npt.NDArray[np.int64]:
-        """Indices into `active_features` of those that are nodes, int64 [selected], ascending."""
+        """Rows of `active_features` that are nodes of the graph, int64 [selected], ascending."""
         return self._array("selected_features")
 
     @property
     def logit_token_ids(self) -> npt.NDArray[np.int64]:
-        """Token ids of the logit nodes, int64 [logit]; custom directions have ids from the vocabulary size
-        on."""
+        """Token ids of the logit nodes, int64 [logit]; custom directions have ids beyond the vocabulary."""
         return self._array("logit_token_ids")
 
     @property
@@ -247,11 +247,11 @@ class AttributionGraph:
 
     @property
     def adjacency(self) -> xr.DataArray:
-        """Direct effects [target, source] among all nodes, float32.
+        """Direct effects between all nodes, float32 [target, source].
 
-        The change of a target's pre-activation (or logit, minus the mean logit) if the source were added once
-        more. A numpy array if small, otherwise a lazy dask array. `dataset["weights"]` is the part that is
-        not zero by construction.
+        An effect is the change of the target's pre-activation (or of its logit minus the mean logit) if the
+        source were added once more. Small matrices are numpy arrays, others lazy. `dataset["weights"]` is
+        the part that is not zero by construction.
         """
         import xarray as xr
 
@@ -290,7 +290,7 @@ class AttributionGraph:
 
     @property
     def replacement_score(self) -> float:
-        """Influence of tokens relative to that of tokens and errors, 0 to 1."""
+        """Share of the influence of tokens in that of tokens and error nodes, 0 to 1."""
         return scores(GraphRows.of(self.dataset), self._influence)["replacement_score"]
 
     @property
@@ -299,14 +299,14 @@ class AttributionGraph:
         return scores(GraphRows.of(self.dataset), self._influence)["completeness_score"]
 
     def prune(self, node_threshold: float = 0.8, edge_threshold: float = 0.98) -> PrunedGraph:
-        """The nodes and edges that carry a share of the influence; see pruning.py.
+        """The most influential nodes and edges of the graph; pruning.py defines how they are chosen.
 
         Arguments:
-            node_threshold: share of the influence that the kept nodes carry, 0 to 1.
-            edge_threshold: share of the edge scores that the kept edges carry, 0 to 1.
+            node_threshold: Share of the influence that the kept nodes carry, 0 to 1.
+            edge_threshold: Share of the edge scores that the kept edges carry, 0 to 1.
 
         Raises:
-            StageError: for a threshold outside 0 to 1.
+            StageError: A threshold is outside 0 to 1.
         """
         part = kept_part(
             GraphRows.of(self.dataset), node_threshold=node_threshold, edge_threshold=edge_threshold
@@ -317,17 +317,17 @@ class AttributionGraph:
 
     @classmethod
     def from_pt(cls, path: str | Path) -> AttributionGraph:
-        """Read a graph that circuit-tracer saved. StageError if the file is no such graph."""
+        """Read a graph from a file that circuit-tracer saved; StageError if the file holds none."""
         from .files.torch_file import read  # imports torch, as writing does
 
         return cls(read(Path(path)))
 
     def to_pt(self, path: str | Path, *, scan: str | Sequence[str] | None = None) -> Path:
-        """Save a file for circuit-tracer, with the dense adjacency matrix; returns the path.
+        """Save the graph as a file for circuit-tracer, with the dense adjacency matrix; returns the path.
 
         Arguments:
-            path: path of the new file.
-            scan: names of the transcoders, without which circuit-tracer makes no files for its viewer; None
+            path: Path of the new file.
+            scan: Names of the transcoders, without which circuit-tracer makes no files for its viewer; None
                 for `self.scan`.
         """
         from .files.torch_file import write
@@ -336,8 +336,7 @@ class AttributionGraph:
 
 
 class PrunedGraph:
-    """Pruned attribution graph: nodes and edges that carry given shares of influence
-    (`AttributionGraph.prune`)."""
+    """The most influential nodes and edges of an attribution graph, made by `AttributionGraph.prune`."""
 
     def __init__(
         self, graph: AttributionGraph, kept: KeptPart, node_threshold: float, edge_threshold: float
@@ -345,10 +344,10 @@ class PrunedGraph:
         """Result of `AttributionGraph.prune`.
 
         Arguments:
-            graph: the whole graph.
-            kept: its kept nodes and edges.
-            node_threshold: share of the influence that the kept nodes carry, 0 to 1.
-            edge_threshold: share of the edge scores that the kept edges carry, 0 to 1.
+            graph: The whole graph.
+            kept: Nodes and edges of the graph that are kept.
+            node_threshold: Share of the influence that the kept nodes carry, 0 to 1.
+            edge_threshold: Share of the edge scores that the kept edges carry, 0 to 1.
         """
         self.graph, self.kept = graph, kept
         self.node_threshold, self.edge_threshold = node_threshold, edge_threshold
@@ -382,14 +381,15 @@ class PrunedGraph:
 
     @property
     def cumulative_scores(self) -> npt.NDArray[np.float64]:
-        """Share of the total influence carried by the nodes at least as influential as each, float64
-        [node]."""
+        """For each node, the share of the total influence that it and more influential nodes carry [node]."""
         return self.kept.cumulative
 
     @cached_property
     def nodes(self) -> xr.Dataset:
-        """Labels, influence and cumulative score of kept nodes, [node]; the coordinate `node` is their number
-        in the graph."""
+        """Labels, influence and cumulative score of the kept nodes [node].
+
+        The coordinate `node` is the number of a node in the whole graph.
+        """
         import xarray as xr
 
         numbers = np.flatnonzero(self.node_mask)
@@ -412,15 +412,15 @@ class PrunedGraph:
         )
 
     def to_viewer(self, folder: str | Path, slug: str, *, scan: str | Sequence[str] | None = None) -> Path:
-        """Write `<slug>.json` and graph-metadata.json for circuit-tracer's viewer; returns the former.
+        """Write `<slug>.json` and graph-metadata.json for circuit-tracer's viewer; returns the former's path.
 
         Arguments:
-            folder: folder of the viewer's data.
-            slug: name of the graph, and of its file.
-            scan: names of the transcoders, by which the viewer finds dashboards; None for `self.graph.scan`.
+            folder: Folder of the viewer's data.
+            slug: Name of the graph, and of its file.
+            scan: Names of the transcoders, by which the viewer finds dashboards; None for `self.graph.scan`.
 
         Raises:
-            StageError: if there is no `scan`, or `slug` is no file name.
+            StageError: There is no `scan`, or `slug` cannot be a file name.
         """
         from .files.viewer import write
 

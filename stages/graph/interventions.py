@@ -51,17 +51,17 @@ Intervention = SetFeature | tuple[int, int | slice, int, float]
 
 @dataclass(frozen=True, eq=False)
 class FeatureRun:
-    """Result of one pass."""
+    """Result of one forward pass with features set to other values."""
 
     logits: Tensor
-    """Logits [position, vocab], after any soft cap."""
+    """Logits [position, vocab]; if the model soft-caps them, after the cap."""
     activations: Tensor | None
     """Feature activations [layer, position, feature]; None if not requested."""
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureGeneration:
-    """A generated continuation."""
+    """A continuation generated with features set to other values."""
 
     token_ids: tuple[int, ...]
     """Token ids of the prompt and the new tokens."""
@@ -73,20 +73,24 @@ class FeatureGeneration:
 
 @dataclass(frozen=True)
 class FeatureRunOptions:
-    """Options of passes with features set to other values."""
+    """Options of forward passes with features set to other values."""
 
     constrained_layers: Sequence[int] | None = option(
-        None, "Layers that are frozen at a clean pass, and that set features write to; default none."
+        None,
+        "Layers whose MLP outputs are frozen at the run without interventions; set features write only to "
+        "these. Default: none are frozen.",
     )
-    freeze_attention: bool = option(True, "Hold attention patterns at those of a clean pass.")
+    freeze_attention: bool = option(True, "Keep the attention patterns of the run without interventions.")
     apply_activation_function: bool = option(
-        True, "Return features after the activation function; False returns pre-activations."
+        True, "Return feature activations; False returns pre-activations."
     )
-    return_activations: bool = option(True, "Return the features of every layer and position.")
+    return_activations: bool = option(
+        True, "Return the activations of all features in every layer and position."
+    )
     zero_positions: int = option(
         1,
-        "Number of first positions at which features count as 0, in the result and as the present value of a "
-        "set feature.",
+        "Number of positions at the start where all features count as 0, both in the result and as the "
+        "activation from which a set feature changes.",
     )
 
 
@@ -99,13 +103,13 @@ def feature_intervention(
     interventions: Sequence[Intervention] = (),
     **options: Any,
 ) -> FeatureRun:
-    """Run a prompt with features set to other values; see the module's docstring.
+    """Run a prompt with features set to other values; the module's docstring lists what can be frozen.
 
     Arguments:
         model: A loaded model.
-        dictionary: Transcoders made for the model.
-        prompt: As for `attribution_graph`.
-        interventions: (layer, position or slice, feature, value) of each set feature.
+        dictionary: Transcoders that were trained on the model.
+        prompt: Text, token ids, or any other prompt that `attribution_graph` takes.
+        interventions: (layer, position or slice of positions, feature, new activation) of each set feature.
         options: Fields of `FeatureRunOptions`, listed below.
 
     Raises:
@@ -153,16 +157,16 @@ def generate_with_features(
     through its cached keys and values.
 
     Arguments:
-        model, dictionary, prompt, interventions: as for `feature_intervention`.
-        max_new_tokens: most tokens that are generated.
-        temperature, seed: as for `mizarr.generate`.
-        stop: token ids after which the generation ends.
-        options: see below.
+        model, dictionary, prompt, interventions: As for `feature_intervention`.
+        max_new_tokens: Largest number of tokens that are generated.
+        temperature, seed: As for `mizarr.generate`.
+        stop: Token ids after which the generation ends.
+        options: Fields of `FeatureRunOptions`, listed below.
 
     Raises:
-        PromptError: for more tokens than the context holds.
-        ConfigError: for rope tables that change with the length.
-        InterventionError, DictionaryError: as `feature_intervention`.
+        PromptError: Prompt and new tokens exceed the model's context.
+        ConfigError: The model's rotary embedding depends on the length of the sequence.
+        InterventionError, DictionaryError: An intervention is invalid; see `feature_intervention`.
     """
     (values,) = split_options("generate_with_features", options, FeatureRunOptions)
     run_options = FeatureRunOptions(**values)
@@ -170,13 +174,14 @@ def generate_with_features(
     config = model.config
     if max_new_tokens < 1 or len(tokens) + max_new_tokens > config.context_length:
         raise PromptError(
-            f"expected 1 to {config.context_length - len(tokens)} new tokens after a prompt of "
-            f"{len(tokens)}, found {max_new_tokens}"
+            f"expected max_new_tokens from 1 to {config.context_length - len(tokens)}, as the prompt has "
+            f"{len(tokens)} tokens and the context of {model.name} {config.context_length}, found "
+            f"{max_new_tokens}"
         )
     if config.lengths_must_match:
         raise ConfigError(
-            f"{model.name} rotates keys depending on the length of the sequence, so none can be cached from "
-            "token to token; run feature_intervention on each sequence"
+            f"{model.name} rotates keys depending on the length of the sequence (dynamic RoPE), so keys "
+            "cannot be cached from token to token; call feature_intervention on each sequence instead"
         )
     settings = _checked(interventions, dictionary, len(tokens))
     open_ended = [setting for setting in settings if setting.is_open_ended]
@@ -224,13 +229,14 @@ def _checked(interventions: Sequence[Intervention], dictionary: Dictionary, leng
         position, value = setting.position, float(setting.value)
         if not isinstance(position, slice) and not -length <= position < length:
             raise InterventionError(
-                f"expected a position in 0..{length - 1} (or negative, from the end), found {position} for "
-                f"feature {setting.feature} of layer {setting.layer}"
+                f"expected the position of the intervention on feature {setting.feature} of layer "
+                f"{setting.layer} from {-length} to {length - 1} (negative: from the end), as the prompt has "
+                f"{length} tokens, found {position}"
             )
         if not math.isfinite(value):
             raise InterventionError(
-                f"expected a finite value for feature {setting.feature} of layer {setting.layer}, found "
-                f"{value}"
+                f"expected a finite new activation for feature {setting.feature} of layer {setting.layer}, "
+                f"found {value}"
             )
         settings.append(SetFeature(int(setting.layer), position, int(setting.feature), value))
     return settings
@@ -243,12 +249,12 @@ def _frozen(
     settings: Sequence[SetFeature],
     options: FeatureRunOptions,
 ) -> Frozen:
-    """Values that the mode freezes; runs a clean pass if there are any."""
+    """Values of a run without interventions that the options freeze; nothing is run if none are."""
     layers = range(model.config.num_layers)
     constrained = frozenset(options.constrained_layers or ())
     if not constrained <= set(layers):
         raise InterventionError(
-            f"expected constrained_layers within 0..{len(layers) - 1}, found "
+            f"expected constrained_layers among the model's layers 0 to {len(layers) - 1}, found "
             f"{sorted(constrained - set(layers))[0]}"
         )
     if not settings or not (constrained or options.freeze_attention):
@@ -276,11 +282,12 @@ def _frozen(
 
 
 def _stacked(taps: FeatureTaps) -> Tensor:
-    """Kept activations of a pass, [layer, position, feature]."""
+    """Feature activations [layer, position, feature] that the taps of a pass recorded."""
     return torch.stack([taps.kept[layer] for layer in sorted(taps.kept)])
 
 
 def _reaches(setting: SetFeature, position: int) -> bool:
-    """Whether an open-ended setting applies at a new position; a negative start lies within the prompt."""
+    """Whether an intervention on a slice without end applies at a position after the prompt."""
+    # A negative start lies within the prompt.
     start = cast("slice", setting.position).start
     return start is None or start < 0 or position >= start

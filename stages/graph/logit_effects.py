@@ -43,39 +43,40 @@ def logit_effects(
     dictionary: Dictionary,
     top_k: int = 5,
 ) -> xr.Dataset:
-    """The tokens whose logits each feature raises and lowers most.
+    """The tokens whose logits each feature of a graph raises and lowers most, by the direct path.
 
     Arguments:
         active_features: (layer, position, index) of each active feature, from a graph.
-        selected_features: indices of the features that are nodes, from a graph.
-        readout: final norm and unembedding of the model, from the stage `readout`.
-        dictionary: the transcoders of the graph.
-        top_k: tokens per feature and direction.
+        selected_features: Rows of `active_features` that are nodes of the graph.
+        readout: Final norm and unembedding of the model, from the stage `readout`.
+        dictionary: The transcoders of the graph.
+        top_k: Number of tokens raised, and of tokens lowered, per feature.
 
     Returns:
         raised, lowered (token ids, int32) and raised_by, lowered_by (logits per unit of activation, float32),
         [selected, rank], strongest first.
 
     Raises:
-        ShapeError: for a readout of another width.
+        ShapeError: The readout has another width than the decoder vectors.
     """
     import xarray as xr
 
     layer_and_index = active_features.values[selected_features.values][:, [0, 2]]
     # A feature that is active at several positions is computed once.
-    unique, place = np.unique(layer_and_index, axis=0, return_inverse=True)
+    unique, row_of_selected = np.unique(layer_and_index, axis=0, return_inverse=True)
+    effects = direct_effects(dictionary, unique, readout, top_k)
     # numpy 2.0 returned the inverse as [n, 1].
-    effects, place = direct_effects(dictionary, unique, readout, top_k), place.reshape(-1)
-    return xr.Dataset({name: (("selected", "rank"), values[place]) for name, values in effects.items()})
+    rows = row_of_selected.reshape(-1)
+    return xr.Dataset({name: (("selected", "rank"), values[rows]) for name, values in effects.items()})
 
 
 def logit_effects_node(graph: GraphNode, readout: Node, *, top_k: int = 5) -> StageNode:
-    """Logit effects of the features of a graph, as a node.
+    """Plan node that computes the direct logit effects of the features of a graph.
 
     Arguments:
-        graph: node of the graph.
-        readout: readout of the same model (`readout_node`).
-        top_k: tokens per feature and direction.
+        graph: Node that computes the graph.
+        readout: Node that computes the readout of the same model (`readout_node`).
+        top_k: Number of tokens raised, and of tokens lowered, per feature.
     """
     ports = {name: Port(graph, name) for name in ("active_features", "selected_features")}
     return logit_effects.on(**ports, readout=readout, dictionary=graph.dictionary.as_resource(), top_k=top_k)

@@ -43,16 +43,15 @@ if TYPE_CHECKING:
 __all__ = ["GraphNode"]
 
 MEMORY = 1 << 30
-"""Default bytes for the computation, in addition to the model."""
+"""Default memory in bytes for the computation, in addition to the model."""
 CELL_BYTES = 16 << 20
-"""Bytes of rows stored as one cell: a fraction of a second of work for a small model, seconds for a large
-one."""
+"""Size in bytes of the rows that are stored at once as one cell."""
 SMALLEST = 1 << 20
-"""Fewest bytes that `memory` may be."""
+"""Smallest value of `memory` in bytes."""
 
 
 class GraphNode(ResultNode):
-    """The attribution graph of one prompt, as a node of a workflow."""
+    """Plan node that computes the attribution graph of one prompt, and stores it in blocks of rows."""
 
     name = "attribution_graph"
     version = 1
@@ -70,17 +69,17 @@ class GraphNode(ResultNode):
         """Check model, dictionary and prompt; nothing is loaded.
 
         Arguments:
-            source: the model.
-            dictionary: transcoders of the model.
-            tokens: token ids of the prompt.
-            options: settings that are part of the key.
-            memory: bytes for the computation in addition to the model, or "2GiB"; None for 1 GiB.
+            source: The model.
+            dictionary: Transcoders of the model.
+            tokens: Token ids of the prompt.
+            options: Settings that are part of the key.
+            memory: Memory for the computation beside the model, in bytes or as "2GiB"; None for 1 GiB.
 
         Raises:
-            ConfigError: for a model whose layers attribution graphs do not support.
-            DictionaryError: for a dictionary that does not fit the model.
-            PromptError: for a prompt that is too short to have features, or too long.
-            PlanError: for too little memory.
+            ConfigError: Attribution graphs do not support the model's layers.
+            DictionaryError: The dictionary does not fit the model.
+            PromptError: The prompt is too short to have features, or too long.
+            PlanError: The memory is too small.
         """
         self.source, self.dictionary, self.options = source, dictionary, options
         self.resource = dictionary.as_resource(str(dictionary.device))
@@ -93,14 +92,18 @@ class GraphNode(ResultNode):
         )
         if not 0 <= options.zero_positions < len(self.tokens):
             raise PromptError(
-                f"expected a prompt of more than {options.zero_positions} tokens, as the first "
-                f"{options.zero_positions} have no features, found {len(self.tokens)}; lengthen it, or set "
-                "zero_positions"
+                f"expected a prompt of more than {options.zero_positions} tokens for an attribution graph, "
+                f"as the first {options.zero_positions} have no features (zero_positions), found "
+                f"{len(self.tokens)}; lengthen the prompt, or lower zero_positions"
             )
         if options.arithmetic not in ("float32", "float64"):
-            raise StageError(f"expected arithmetic float32 or float64, found {options.arithmetic!r}")
+            raise StageError(
+                f"expected arithmetic to be 'float32' or 'float64', found {options.arithmetic!r}"
+            )
         if self.memory < SMALLEST:
-            raise PlanError(f"expected memory of at least {SMALLEST} bytes, found {self.memory}")
+            raise PlanError(
+                f"expected memory of at least {SMALLEST} bytes for an attribution graph, found {self.memory}"
+            )
         require_attention(config, source.name)
         require_transcoders(dictionary, config, source.name)
 
@@ -113,7 +116,8 @@ class GraphNode(ResultNode):
 
     @property
     def pinned(self) -> Sequence[Pinned]:
-        """Dictionary files. Model files are checked when the model is loaded."""
+        """Resources that must not change during the run: the dictionary's files."""
+        # Model files are checked when the model is loaded.
         return (self.resource,)
 
     # -- identity
@@ -123,11 +127,11 @@ class GraphNode(ResultNode):
         return self._key(self.name, {})
 
     def cell_key(self, first: int, count: int) -> ResultKey:
-        """Key of a cell of rows.
+        """Key of a cell, a block of rows that is stored at once.
 
         Arguments:
-            first: number of its first row, in the order in which rows are computed.
-            count: number of its rows.
+            first: Number of the cell's first row, in the order in which rows are computed.
+            count: Number of the cell's rows.
         """
         return self._key(f"{self.name}/cell", {"first": first, "count": count})
 
@@ -147,8 +151,7 @@ class GraphNode(ResultNode):
         return Status(True, cells_cached=1) if store.lookup(key) else Status(False, why_not(store, key))
 
     def estimate(self, store: Store) -> Estimate:
-        """Peak memory and expected seconds, scaled by tokens from the newest graph of this model and
-        dictionary.
+        """Peak memory, and expected seconds, scaled by tokens from the newest graph of the same model.
 
         The number of rows is not known before features are computed.
         """
@@ -175,11 +178,11 @@ class GraphNode(ResultNode):
     # -- running
 
     def require_workers(self, context: Context) -> None:
-        """Raise PlanError for a model that other processes cannot load."""
+        """Raise PlanError if other processes cannot load the model."""
         self.source.for_workers()
 
     def run(self, store: Store, context: Context) -> None:
-        """Compute the rows that are not stored, then publish the graph."""
+        """Compute the rows that are not stored yet, then store the whole graph."""
         with measured() as took:
             prepared = self.prepared()
             rows = self.options.selection.rows(prepared.n_features, prepared.n_logits)
@@ -196,19 +199,19 @@ class GraphNode(ResultNode):
             self.publish(store, self.key(store), cells.joined(), note)
 
     def prepared(self) -> PreparedGraph:
-        """Run the forward pass, and prepare nodes and maps in memory to compute rows."""
+        """The graph's nodes, and all that its rows are computed from, after a forward pass of the prompt."""
         from .prepare import prepare
 
         dictionary = self.resource.opened
         return prepare(self.source.load(), dictionary, self.tokens, self.options, memory=self.memory)
 
     def put_rows(self, store: Store, prepared: PreparedGraph, rows: Rows) -> None:
-        """Compute the rows of a cell, and publish them.
+        """Compute the rows of a cell, and store them.
 
         Arguments:
-            store: the store.
-            prepared: nodes and maps of the graph.
-            rows: the cell.
+            store: The store.
+            prepared: Result of `prepared`.
+            rows: The cell.
         """
         import xarray as xr
 
@@ -223,14 +226,14 @@ class GraphNode(ResultNode):
 
 @dataclass(frozen=True)
 class Rows(Cell):
-    """A cell of rows."""
+    """A cell: a block of rows of the graph's matrix that is stored at once."""
 
     items: Ints
-    """Item of each row: index of an active feature, or the number of these plus the index of a logit."""
+    """Target of each row: index of an active feature, or the number of these plus the index of a logit."""
 
 
 class _Cells:
-    """Computes the cells of a graph, here or on workers.
+    """Computes the rows of a graph cell by cell, in this process or on workers.
 
     Rows stay in memory if all of them fit in one cell; otherwise each cell is stored.
     """
@@ -245,14 +248,14 @@ class _Cells:
         self._is_stored = rows > self._size
         self._first = 0
         self.blocks: list[tuple[Ints, Any]] = []
-        """(item of each row, weights [row, source]) of each cell so far."""
+        """(target of each row, weights [row, source]) of each cell computed so far."""
 
     def compute(self, items: Ints, advance: Any) -> None:
         """Compute rows, cell by cell.
 
         Arguments:
-            items: item of each row, see `PreparedGraph.rows`.
-            advance: called with the number of rows of each cell.
+            items: Target of each row; see `PreparedGraph.rows`.
+            advance: Called after each cell with the number of its rows.
         """
         parts = [items[start : start + self._size] for start in range(0, len(items), self._size)]
         if not self._is_stored:
@@ -271,21 +274,23 @@ class _Cells:
             advance(len(cell.items))
 
     def _compute_on_workers(self, cells: Sequence[Rows]) -> None:
-        """Compute missing cells on workers, unless there is only one, which takes less time than starting
-        one."""
+        """Compute the cells that are not stored on workers, if there are several.
+
+        Computing a single cell here takes less time than starting a worker.
+        """
         missing = [cell for cell in cells if self.store.lookup(cell.key) is None]
         if len(missing) > 1:
             needs = self.node.source.needs
             self.context.map(compute_rows, self.node, self.store, missing, needs=needs)
 
     def _cell(self, items: Ints) -> Rows:
-        """The cell of the next rows."""
+        """The cell for the next rows, whose targets are `items`."""
         labels = {"first": self._first, "count": len(items)}
         self._first += len(items)
         return Rows(labels, self.node.cell_key(**labels), items)
 
     def joined(self) -> xr.Dataset:
-        """The graph: rows are features in order, then logits; features without a row have no column."""
+        """The whole graph as a dataset; features without a row have no column either."""
         import dask.array as da
 
         items = np.concatenate([items for items, _ in self.blocks])
@@ -304,12 +309,12 @@ _PREPARING = threading.Lock()  # two threads of a worker would otherwise run the
 
 
 def compute_rows(node: GraphNode, store: Store, rows: Rows) -> None:
-    """Compute and publish a cell of rows; a task for a worker.
+    """Compute and store a cell of rows; the task that a worker runs.
 
     Arguments:
-        node: the graph.
-        store: the store.
-        rows: the cell.
+        node: Node of the graph.
+        store: The store.
+        rows: The cell.
     """
     with _PREPARING:
         key = node.key(store).digest

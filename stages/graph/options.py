@@ -14,52 +14,58 @@ __all__ = ["AttributionOptions", "GraphOptions"]
 
 @dataclass(frozen=True)
 class AttributionOptions:
-    """Options of `attribution_graph`."""
+    """Options of `attribution_graph`, as callers give them."""
 
     targets: Any = option(
         None,
         "Logits to explain: token ids, strings of one token each, or (label, weight, vector [hidden]) "
-        "triples; default the likeliest tokens.",
+        "triples; default the most likely next tokens.",
     )
-    max_n_logits: int = option(10, "Most tokens explained by default.", kind="count")
+    max_n_logits: int = option(
+        10, "Largest number of tokens that are explained without `targets`.", kind="count"
+    )
     desired_logit_prob: float = option(
-        0.95, "Total probability that the tokens explained by default reach, if `max_n_logits` can."
+        0.95,
+        "Without `targets`, the most likely tokens are explained until their probabilities add up to this, "
+        "or `max_n_logits` is reached.",
     )
     max_feature_nodes: int | None = option(
-        None, "Number of features with incoming edges, chosen greedily by influence; default all."
+        None, "Number of features that get incoming edges, chosen by influence; default all."
     )
     # Both as circuit-tracer's. Only their product matters here: batches are sized by memory.
     batch_size: int = option(
-        512, "With `update_interval`: batch_size * update_interval features between two rankings."
+        512, "Features are ranked by influence again after batch_size * update_interval features."
     )
-    update_interval: int = option(4, "Batches between two rankings of features.")
+    update_interval: int = option(4, "Number of batches between two rankings of features.")
     zero_positions: int = option(
         1,
-        "Number of first positions that have neither features nor errors (Gemma 3's instruction-tuned "
-        "dictionaries: 4).",
+        "Number of positions at the start that have neither features nor errors (4 for dictionaries of "
+        "instruction-tuned Gemma 3).",
     )
-    arithmetic: str = option("float32", "Dtype of the linear maps.", choices=("float32", "float64"))
+    arithmetic: str = option("float32", "Dtype in which edges are computed.", choices=("float32", "float64"))
     memory: int | str | None = option(
-        None, 'Bytes the computation may take beside the model, or "2GiB"; default 1 GiB.', kind="bytes"
+        None,
+        'Memory for the computation beside the model, in bytes or as "2GiB"; default 1 GiB.',
+        kind="bytes",
     )
 
 
 @dataclass(frozen=True, eq=False)
 class GraphOptions:
-    """Settings that determine a graph, besides model, dictionary and prompt; all are part of its key."""
+    """Settings that, with model, dictionary and prompt, determine a graph; all are part of its key."""
 
     targets: TargetChoice
-    """Logits to explain."""
+    """Which logits are explained."""
     selection: RowSelection
-    """Features that get incoming edges."""
+    """Which features get incoming edges."""
     zero_positions: int = 1
-    """Number of first positions without features and errors."""
+    """Number of positions at the start that have neither features nor errors."""
     arithmetic: str = "float32"
-    """Dtype of the linear maps, "float32" or "float64"."""
+    """Dtype in which edges are computed, "float32" or "float64"."""
 
     def params(self) -> dict[str, Any]:
-        """JSON values for the key."""
-        # Without memory and device: rows do not depend on their batch.
+        """The settings as JSON values, which enter the key of the graph."""
+        # Memory and device are left out: edges do not depend on how they are batched.
         return {
             "targets": self.targets.canonical(),
             "selection": self.selection.canonical(),

@@ -1,5 +1,4 @@
-"""Prepares a graph: one forward pass, active features, error vectors, targets, and the maps that compute
-rows."""
+"""Prepares a graph: forward pass, active features, error vectors, targets, and the maps that compute rows."""
 
 from __future__ import annotations
 
@@ -34,11 +33,11 @@ if TYPE_CHECKING:
 __all__ = ["PreparedGraph", "prepare"]
 
 SMALL = 2e9
-"""Operations of a forward pass (0.05 s on one core) below which preparation runs on one thread."""
+"""Number of operations of a forward pass (0.05 s on one core) below which one thread is faster."""
 
 
 class PreparedGraph:
-    """The nodes of the graph of a prompt, and the maps that compute its rows."""
+    """The nodes of a prompt's attribution graph, and all that the rows of its matrix are computed from."""
 
     def __init__(
         self,
@@ -53,13 +52,13 @@ class PreparedGraph:
         """Combine what `prepare` computes.
 
         Arguments:
-            model: the model.
-            dictionary: its transcoders.
-            frozen: activations of the prompt.
-            active: active features, sorted by layer, position, index.
-            targets: logits of the graph.
-            attributor: computes rows.
-            zero_positions: number of first positions without features and errors.
+            model: The model.
+            dictionary: Transcoders of the model.
+            frozen: Activations of the prompt's forward pass.
+            active: Active features, sorted by layer, position, index.
+            targets: Logits that the graph explains.
+            attributor: Computes rows.
+            zero_positions: Number of positions at the start without features and errors.
         """
         self.model, self.dictionary, self.frozen = model, dictionary, frozen
         self.active, self.targets, self.attributor = active, targets, attributor
@@ -71,7 +70,9 @@ class PreparedGraph:
     def rows(self, items: Ints) -> npt.NDArray[np.float32]:
         """Rows of the adjacency matrix, float32 [n, source].
 
-        items: indices of active features, or `n_features` plus the index of a logit, [n].
+        Arguments:
+            items: Target of each row [n]: the index of an active feature, or `n_features` plus that of a
+            logit.
         """
         return self.attributor.rows(items)
 
@@ -79,8 +80,8 @@ class PreparedGraph:
         """The graph as a labelled dataset.
 
         Arguments:
-            items: item of each row (see `rows`), [n].
-            rows: all rows, [n, source], with columns for all active features.
+            items: Target of each row [n]; see `rows`.
+            rows: All rows [n, source], with columns for all active features.
         """
         import xarray as xr
 
@@ -149,25 +150,26 @@ def prepare(
     """Run the prompt once, and find the nodes of its graph.
 
     Arguments:
-        model: a loaded model.
-        dictionary: transcoders of the model.
-        tokens: token ids of the prompt.
-        options: settings of the graph.
-        memory: bytes for maps and decoder vectors (a quarter each) and batches (an eighth). Maps and vectors
+        model: A loaded model.
+        dictionary: Transcoders of the model.
+        tokens: Token ids of the prompt.
+        options: Settings of the graph.
+        memory: Bytes for maps and decoder vectors (a quarter each) and batches (an eighth). Maps and vectors
             that do not fit are computed again when they are needed.
 
     Raises:
-        PromptError: for a prompt without active features.
-        DictionaryError: for activations that are not finite.
-        PlanError: if memory is too small.
+        PromptError: No feature is active in the prompt.
+        DictionaryError: Activations are infinite or NaN.
+        PlanError: The memory is too small.
     """
     dtype = as_dtype(options.arithmetic)
     # The forward pass records the patterns of all layers at once; a longer prompt would end out of memory.
     patterns = model.config.num_layers * model.config.axis_sizes["head"] * len(tokens) ** 2
     if patterns * model.dtype.itemsize > memory:
         raise PlanError(
-            f"the attention patterns of {len(tokens)} tokens take {patterns * model.dtype.itemsize} bytes, "
-            f"more than memory={memory}; raise it, or shorten the prompt"
+            f"the attention patterns of a prompt of {len(tokens)} tokens take "
+            f"{patterns * model.dtype.itemsize} bytes, more than memory={memory}; raise memory, or shorten "
+            "the prompt"
         )
     with torch.no_grad(), one_thread_each(when=_operations(model, len(tokens)) < SMALL):
         frozen = frozen_pass(model, dictionary, tokens)
@@ -175,7 +177,8 @@ def prepare(
         active = dictionary.encode(states, zero_positions=options.zero_positions)
         if not len(active):
             raise PromptError(
-                f"no feature of {dictionary.name} is active in this prompt; was it made for {model.name}?"
+                f"expected active features for an attribution graph, found none of {dictionary.name} in this "
+                f"prompt; use a dictionary that was trained on {model.name}"
             )
         replacement = Replacement(model, dictionary, frozen, dtype=dtype, room=memory // 4)
         errors = error_vectors(replacement, active, zero_positions=options.zero_positions)
@@ -187,7 +190,7 @@ def prepare(
 
 
 def _operations(model: Model, tokens: int) -> float:
-    """Approximate number of operations of a forward pass over this many tokens."""
+    """Approximate number of floating-point operations of a forward pass over `tokens` tokens."""
     c = model.config
     # Four square matrices of attention, three of a gated MLP; two operations per weight and token.
     return 2.0 * tokens * c.num_layers * c.hidden_size * (4 * c.hidden_size + 3 * c.axis_sizes["mlp"])

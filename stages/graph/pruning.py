@@ -31,10 +31,10 @@ __all__ = ["KeptPart", "cumulative_scores", "kept_part", "pruned_graph"]
 
 @dataclass(frozen=True)
 class KeptPart:
-    """Nodes and edges that pruning keeps of a graph."""
+    """The nodes and edges of a graph that pruning keeps, with scores of all nodes."""
 
     nodes: npt.NDArray[np.bool_]
-    """Bool [node], True for kept nodes."""
+    """Whether each node is kept, bool [node]."""
     target: Ints
     """Target node of each kept edge, int [edge], sorted."""
     source: Ints
@@ -48,7 +48,7 @@ class KeptPart:
 
     @classmethod
     def of(cls, pruned: xr.Dataset) -> KeptPart:
-        """From the dataset of the stage `pruned_graph`."""
+        """Nodes and edges from the result of the stage `pruned_graph`."""
         return cls(
             nodes=pruned["kept"].values,
             target=pruned["edge_target"].values,
@@ -66,19 +66,19 @@ class KeptPart:
 
 
 def kept_part(rows: GraphRows, *, node_threshold: float = 0.8, edge_threshold: float = 0.98) -> KeptPart:
-    """Prune a graph as the docstring of this module describes.
+    """The most influential nodes and edges of a graph, chosen as the docstring of this module describes.
 
     Arguments:
-        rows: edges of the graph.
-        node_threshold: share of the influence that the kept nodes carry, 0 to 1.
-        edge_threshold: share of the edge scores that the kept edges carry, 0 to 1.
+        rows: Edges of the graph.
+        node_threshold: Share of the influence that the kept nodes carry, 0 to 1.
+        edge_threshold: Share of the edge scores that the kept edges carry, 0 to 1.
 
     Raises:
-        StageError: for a threshold outside 0 to 1.
+        StageError: A threshold is outside 0 to 1.
     """
     for name, share in (("node_threshold", node_threshold), ("edge_threshold", edge_threshold)):
         if not 0 <= share <= 1:
-            raise StageError(f"expected {name} from 0 to 1, found {share!r}")
+            raise StageError(f"expected {name} to be a share from 0 to 1, found {share!r}")
     count = rows.counts
     whole = influence(rows)
     nodes = whole.node >= sorted_threshold(whole.node, node_threshold)
@@ -107,8 +107,10 @@ def kept_part(rows: GraphRows, *, node_threshold: float = 0.8, edge_threshold: f
 
 
 def cumulative_scores(influence: Floats) -> Floats:
-    """Share of the influence carried by each node and all more influential ones, [node]; small values mark
-    important nodes."""
+    """For each node, the share of the total influence that it and more influential nodes carry [node].
+
+    Small values mark important nodes.
+    """
     order = np.argsort(-influence, kind="stable")
     shares = np.empty(len(influence))
     total = influence.sum()
@@ -134,13 +136,13 @@ def _edges_above(
 def _connected(
     nodes: npt.NDArray[np.bool_], target: Ints, source: Ints, features: int, inner: int
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Remove unconnected nodes and their edges until nothing changes; returns masks of both.
+    """Remove unconnected nodes and their edges until nothing changes: (kept nodes, kept edges), both bool.
 
     Arguments:
-        nodes: bool [node], nodes kept so far.
-        target, source: nodes of each edge, [edge].
-        features: number of first nodes that need incoming and outgoing edges.
-        inner: number of first nodes (features and errors) that need outgoing edges.
+        nodes: Whether each node is kept so far, bool [node].
+        target, source: Numbers of the nodes of each edge [edge].
+        features: Number of features, the first nodes, which need incoming and outgoing edges.
+        inner: Number of features and errors, the first nodes, which need outgoing edges.
     """
     nodes, edges = nodes.copy(), np.ones(len(target), bool)
     while True:
@@ -169,12 +171,12 @@ def _connected(
 def pruned_graph(
     graph: xr.Dataset, *, node_threshold: float = 0.8, edge_threshold: float = 0.98
 ) -> xr.Dataset:
-    """Prune an attribution graph, and compute its scores.
+    """Prune an attribution graph to its most influential nodes and edges, and compute its scores.
 
     Arguments:
-        graph: dataset of the graph.
-        node_threshold: share of the influence that the kept nodes carry, 0 to 1.
-        edge_threshold: share of the edge scores that the kept edges carry, 0 to 1.
+        graph: Dataset of the graph.
+        node_threshold: Share of the influence that the kept nodes carry, 0 to 1.
+        edge_threshold: Share of the edge scores that the kept edges carry, 0 to 1.
 
     Returns:
         `kept`, bool [node]; `edge_source`, `edge_target`, `edge_weight` of the kept edges; `influence` and

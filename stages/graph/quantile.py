@@ -18,33 +18,33 @@ from ...store.arrays import Floats
 __all__ = ["share_threshold", "sorted_threshold"]
 
 BITS, BINS = 16, 1 << 16
-"""Bits that one pass distinguishes, and its number of bins."""
+"""Number of bits that one pass over the scores distinguishes, and its number of bins."""
 SORTED = 1 << 20
 """Largest number of scores that is sorted instead of split once more."""
 
 
 def sorted_threshold(scores: Floats, share: float) -> float:
-    """As `share_threshold`, for scores in memory.
+    """The score from which on larger scores sum to a share of the total, for scores in memory.
 
     Arguments:
-        scores: non-negative scores of any shape.
-        share: share of the total, 0 to 1.
+        scores: Non-negative scores of any shape.
+        share: Share of the total, 0 to 1.
     """
     return share_threshold(lambda: [scores], share)
 
 
 def share_threshold(blocks: Callable[[], Iterable[Floats]], share: float) -> float:
-    """The score at which the cumulative sum of the scores in descending order first reaches a share of the
-    total.
+    """The score at which the sum of all scores, largest first, reaches a share of the total.
 
     Arguments:
-        blocks: returns the same non-negative scores, in blocks of any shape, at each call.
-        share: share of the total, 0 to 1.
+        blocks: Function that returns the non-negative scores, in blocks of any shape; called several times.
+        share: Share of the total, 0 to 1.
 
     Returns:
         Threshold: scores at or above it sum to at least the share. inf if all scores are zero. Never 0: a
         share of 1 keeps exactly the positive scores.
     """
+    # Sum of the scores above the current bin; leading bits of the scores in it; sum that is to be reached.
     above, prefix, target = 0.0, 0, 0.0
     for level in range(4):
         shift = 64 - BITS * (level + 1)

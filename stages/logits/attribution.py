@@ -62,11 +62,12 @@ def contrasted_tokens(
     """Resolve the two tokens that are contrasted at each position, and their logits.
 
     Arguments:
-        final: resid_post [layer, token, hidden]; the last layer is read out.
+        final: Residual stream after each layer (resid_post), [layer, token, hidden]; its last layer gives the
+            logits.
         targets: Token ids [token]; NONE (-1) for no target, MOST_LIKELY (-2) for the most likely token.
         against: Token ids [token] whose logit is subtracted; NONE, or MOST_LIKELY for the most likely token
             other than the target. Ties go to the smaller id.
-        readout: See stages/logits/readout.py.
+        readout: Final norm and unembedding of the model, see stages/logits/readout.py.
 
     Returns:
         target_id and other_id, int32 [token], and their logits without soft cap, float32 [token], NaN for
@@ -86,27 +87,37 @@ def contrasted_tokens(
     step = max(1, LOGIT_BYTES // (4 * readout.sizes["vocab"]))
     for start in range(0, len(with_target), step):
         rows = with_target[start : start + step]
-        table = logits(states.isel(token=rows), readout, soft_cap=False).values
-        _choose(table, rows, target_ids, other_ids, found_logits)
+        block_logits = logits(states.isel(token=rows), readout, soft_cap=False).values
+        _resolve_tokens(block_logits, rows, target_ids, other_ids, found_logits)
     data = {"target_id": target_ids.astype(np.int32), "other_id": other_ids.astype(np.int32), **found_logits}
     coords = {name: c for name, c in states.coords.items() if c.dims == ("token",)}
     return xr.Dataset({name: ("token", values) for name, values in data.items()}, coords=coords)
 
 
-def _choose(
-    table: Array, rows: Array, target_ids: Array, other_ids: Array, found_logits: dict[str, Array]
+def _resolve_tokens(
+    logits: Array, tokens: Array, target_ids: Array, other_ids: Array, found_logits: dict[str, Array]
 ) -> None:
-    """Replace MOST_LIKELY ids and fill in the logits of some rows, from logits [row, vocab]."""
-    row_index = np.arange(len(rows))
-    target_ids[rows] = np.where(target_ids[rows] == MOST_LIKELY, table.argmax(axis=1), target_ids[rows])
-    target_logits = table[row_index, target_ids[rows]]
-    found_logits["target_logit"][rows] = target_logits
+    """Replace MOST_LIKELY by the most likely token, and look up the logits, for some positions; all in place.
+
+    Arguments:
+        logits: Logits at these positions, [row, vocab].
+        tokens: Indices of these positions among all tokens, [row].
+        target_ids: Token ids, [token].
+        other_ids: Ids of the contrasted tokens, [token].
+        found_logits: Arrays [token] for the logits of both.
+    """
+    row = np.arange(len(tokens))
+    target_ids[tokens] = np.where(
+        target_ids[tokens] == MOST_LIKELY, logits.argmax(axis=1), target_ids[tokens]
+    )
+    target_logits = logits[row, target_ids[tokens]]
+    found_logits["target_logit"][tokens] = target_logits
     # The target must not be chosen as its own contrast; restored, as a given contrast may equal the target.
-    table[row_index, target_ids[rows]] = -np.inf
-    other_ids[rows] = np.where(other_ids[rows] == MOST_LIKELY, table.argmax(axis=1), other_ids[rows])
-    table[row_index, target_ids[rows]] = target_logits
-    found_logits["other_logit"][rows] = np.where(
-        other_ids[rows] == NONE, np.nan, table[row_index, other_ids[rows]]
+    logits[row, target_ids[tokens]] = -np.inf
+    other_ids[tokens] = np.where(other_ids[tokens] == MOST_LIKELY, logits.argmax(axis=1), other_ids[tokens])
+    logits[row, target_ids[tokens]] = target_logits
+    found_logits["other_logit"][tokens] = np.where(
+        other_ids[tokens] == NONE, np.nan, logits[row, other_ids[tokens]]
     )
 
 
@@ -158,10 +169,10 @@ def component_attribution(
             `pre_norm` [layer, token, hidden] of its single layer.
         attn_out: Attention outputs of all layers [layer, token, hidden], lazy or not.
         mlp_out: MLP outputs likewise; None for a model without MLPs (Mamba).
-        scale: `ln_final_scale` [token].
+        scale: Captured divisor of the final norm, `ln_final_scale` [token].
         targets: Token ids [token]; NONE (-1) for no target.
         against: Token ids [token]; shares are then of the difference of the two logits. NONE for no contrast.
-        readout: See stages/logits/readout.py.
+        readout: Final norm and unembedding of the model, see stages/logits/readout.py.
 
     Returns:
         Shares in float32, constant and total in float64; NaN without a target.
@@ -213,27 +224,28 @@ def component_attribution(
 
 
 def require_whole(attn_out: xr.DataArray, mlp_out: xr.DataArray | None, readout: xr.Dataset) -> None:
-    """Check that both outputs are complete.
+    """Check that attention and MLP outputs have all layers, so that shares add up to the logit.
 
     Arguments:
-        attn_out: attention outputs [layer, token, hidden].
-        mlp_out: MLP outputs likewise; None for a model without MLPs.
-        readout: See stages/logits/readout.py.
+        attn_out: Attention outputs [layer, token, hidden].
+        mlp_out: MLP outputs [layer, token, hidden]; None for a model without MLPs.
+        readout: Final norm and unembedding of the model.
 
     Raises:
-        ShapeError: unless both have layers 0, 1, 2, … without gaps, and the width of the readout.
+        ShapeError: A layer is missing in one of them, or their width is not that of the readout.
     """
     present = (attn_out,) if mlp_out is None else (attn_out, mlp_out)
     layers = [array["layer"].values.tolist() for array in present]
     if layers[0] != list(range(len(layers[0]))) or layers[0] != layers[-1]:
         raise ShapeError(
-            f"expected attn_out and mlp_out of layers 0, 1, 2, …, found {layers[0]} and {layers[-1]}; "
-            "capture all: mizarr capture --hook 'blocks.*.hook_attn_out' --hook 'blocks.*.hook_mlp_out'"
+            "logit attribution needs attn_out and mlp_out of all layers 0, 1, 2, …, found layers "
+            f"{layers[0]} and {layers[-1]}; capture all: mizarr capture MODEL PROMPTS --hooks "
+            "'blocks.*.hook_attn_out' --hooks 'blocks.*.hook_mlp_out'"
         )
     if attn_out.sizes["hidden"] != readout.sizes["hidden"]:
         raise ShapeError(
-            f"expected states as wide as the readout ({readout.sizes['hidden']}), found hidden "
-            f"{attn_out.sizes['hidden']}; are they of the same model?"
+            f"the unembedding reads states of width {readout.sizes['hidden']}, found states of width "
+            f"{attn_out.sizes['hidden']}; pass states and readout of the same model"
         )
 
 
@@ -252,12 +264,12 @@ def logit_attrs(
     Arguments:
         stack: Parts of the residual stream [component, ..., hidden]; possibly not all of them.
         scale: Captured divisor of the final norm [...].
-        readout: See stages/logits/readout.py.
+        readout: Final norm and unembedding of the model, see stages/logits/readout.py.
         token: Token id, one for all states or one per state [...].
-        against: Likewise, the token whose logit is subtracted.
+        against: Token id whose logit is subtracted, in the same form; None for no contrast.
 
     Returns:
-        [component, ...] in logits before the soft cap.
+        Contributions [component, ...] in logits before the soft cap.
     """
     import xarray as xr
 
@@ -276,9 +288,9 @@ def constant_share(
     """Contribution of the biases of final norm and unembedding to a logit; 0 without biases.
 
     Arguments:
-        readout: See stages/logits/readout.py.
+        readout: Final norm and unembedding of the model, see stages/logits/readout.py.
         token: Token id, or one per state [...].
-        against: Likewise, the token whose logit is subtracted.
+        against: Token id whose logit is subtracted, in the same form; None for no contrast.
     """
     import xarray as xr
 
@@ -296,7 +308,7 @@ def constant_share(
 
 
 def _rows(table: xr.DataArray, token: xr.DataArray | int) -> xr.DataArray:
-    """Rows of a [vocab, ...] table for token ids, float64; reads only these rows."""
+    """Entries of a table [vocab, ...] for token ids, float64 [..., ...]; reads only these entries."""
     # isel before astype: otherwise the whole unembedding would be widened to float64.
     rows: xr.DataArray = table.isel(vocab=token).astype(np.float64)
     return rows.drop_vars("token", errors="ignore") if "token" not in rows.dims else rows

@@ -72,22 +72,22 @@ def head_attribution(
     weights: xr.Dataset,
     post_scale: xr.DataArray | None = None,
 ) -> xr.Dataset:
-    """Share of every head in the logit of each token's target.
+    """Share of every attention head in the logit of each token's target.
 
-    Over heads, plus attn_bias_share, the shares sum to attn_share of `component_attribution`.
+    The shares of a layer's heads, plus attn_bias_share, sum to attn_share of `component_attribution`.
 
     Arguments:
-        z: [layer, token, head, d_head], lazy or not.
-        scale: See `component_attribution`.
-        targets: See `component_attribution`.
-        against: See `component_attribution`.
-        readout: See `component_attribution`.
+        z: Outputs of the heads before the output projection, [layer, token, head, d_head], lazy or not.
+        scale: Captured divisor of the final norm, `ln_final_scale` [token].
+        targets: Token ids [token]; NONE (-1) for no target.
+        against: Token ids [token] whose logit is subtracted; NONE for no contrast.
+        readout: Final norm and unembedding of the model, see stages/logits/readout.py.
         weights: The "attention" dataset of component_weights.py.
-        post_scale: Divisor of the norm after attention, `ln1_post_scale` [layer, token]; None without such a
-            norm.
+        post_scale: Divisor of the norm after attention, `ln1_post_scale` [layer, token]; None for a model
+            without such a norm.
 
     Returns:
-        float32, NaN without a target.
+        Shares in logits, float32, NaN without a target.
 
     Raises:
         ShapeError: The weights have a norm after attention and `post_scale` is missing.
@@ -98,13 +98,13 @@ def head_attribution(
     shares = np.full((n_layers, n_tokens, n_heads), np.nan, np.float32)
     biases = np.full((n_layers, n_tokens), np.nan, np.float32)
     directions = Directions.of(readout, targets.values, against.values)
-    backward = _Through(weights, "W_O", "b_O", "ln1_post", post_scale, z)
-    for layer, tokens, rows, directions_z, bias in backward.walk(directions, scale.values):
-        shares[layer, tokens] = np.einsum("thd,thd->th", rows, directions_z.reshape(rows.shape))
+    backward = _BackwardThroughWeights(weights, "W_O", "b_O", "ln1_post", post_scale, z)
+    for layer, tokens, states, head_directions, bias in backward.walk(directions, scale.values):
+        shares[layer, tokens] = np.einsum("thd,thd->th", states, head_directions.reshape(states.shape))
         biases[layer, tokens] = bias
     dims = ("layer", "token")
     data = {"head_share": ((*dims, "head"), shares), "attn_bias_share": (dims, biases)}
-    return xr.Dataset(data, coords=_kept(z))
+    return xr.Dataset(data, coords=_layer_and_token_coords(z))
 
 
 @stage(
@@ -129,19 +129,19 @@ def neuron_attribution(
     """The neurons of every layer with the largest shares in the logit of each token's target.
 
     Arguments:
-        post_act: `mlp_post_act` [layer, token, mlp], lazy or not.
-        scale: See `component_attribution`.
-        targets: See `component_attribution`.
-        against: See `component_attribution`.
-        readout: See `component_attribution`.
+        post_act: Activations of the neurons, `mlp_post_act` [layer, token, mlp], lazy or not.
+        scale: Captured divisor of the final norm, `ln_final_scale` [token].
+        targets: Token ids [token]; NONE (-1) for no target.
+        against: Token ids [token] whose logit is subtracted; NONE for no contrast.
+        readout: Final norm and unembedding of the model, see stages/logits/readout.py.
         weights: The "mlp" dataset of component_weights.py.
-        post_scale: Divisor of the norm after the MLP, `ln2_post_scale` [layer, token]; None without such a
-            norm.
+        post_scale: Divisor of the norm after the MLP, `ln2_post_scale` [layer, token]; None for a model
+            without such a norm.
         top_k: Number of neurons per layer and token, by magnitude of their share.
 
     Returns:
-        float32 (neuron_id int32), NaN (-1) without a target. neurons_total is the sum over *all* neurons;
-        with mlp_bias_share it is mlp_share.
+        Shares in logits, float32, NaN without a target; neuron_id int32, -1 without a target. neurons_total
+        is the sum over *all* neurons; plus mlp_bias_share it equals mlp_share of `component_attribution`.
     """
     import xarray as xr
 
@@ -151,11 +151,12 @@ def neuron_attribution(
     shares = np.full((n_layers, n_tokens, n_neurons), np.nan, np.float32)
     totals, biases = (np.full((n_layers, n_tokens), np.nan, np.float32) for _ in range(2))
     directions = Directions.of(readout, targets.values, against.values)
-    backward = _Through(weights, "W_out", "b_out", "ln2_post", post_scale, post_act)
-    for layer, tokens, rows, neuron_directions, bias in backward.walk(directions, scale.values):
-        neuron_shares = np.multiply(neuron_directions, rows, out=neuron_directions)
+    backward = _BackwardThroughWeights(weights, "W_out", "b_out", "ln2_post", post_scale, post_act)
+    for layer, tokens, activations, neuron_directions, bias in backward.walk(directions, scale.values):
+        # In place: the largest array of this stage.
+        neuron_shares = np.multiply(neuron_directions, activations, out=neuron_directions)
         totals[layer, tokens] = neuron_shares.sum(axis=1)
-        ids[layer, tokens] = largest_ids = _largest(neuron_shares, n_neurons)
+        ids[layer, tokens] = largest_ids = _columns_of_largest(neuron_shares, n_neurons)
         shares[layer, tokens] = np.take_along_axis(neuron_shares, largest_ids, axis=1)
         biases[layer, tokens] = bias
     dims = ("layer", "token")
@@ -165,11 +166,14 @@ def neuron_attribution(
         "neurons_total": (dims, totals),
         "mlp_bias_share": (dims, biases),
     }
-    return xr.Dataset(data, coords=_kept(post_act))
+    return xr.Dataset(data, coords=_layer_and_token_coords(post_act))
 
 
-class _Through:
-    """Maps logit directions back through the output weights of a layer, to the inputs of these weights."""
+class _BackwardThroughWeights:
+    """Maps logit directions back through the output weights of each layer, to the inputs of these weights.
+
+    The dot product of such a direction with the state of a head or neuron is its share of the logit.
+    """
 
     def __init__(
         self,
@@ -180,34 +184,46 @@ class _Through:
         post_scale: xr.DataArray | None,
         states: xr.DataArray,
     ) -> None:
+        """Check that weights and states fit.
+
+        Arguments:
+            weights: A dataset of component_weights.py.
+            matrix: Variable of the output matrix: "W_O" or "W_out".
+            bias: Variable of the output bias.
+            post: Name of the norm after the output: "ln1_post" or "ln2_post".
+            post_scale: Divisor of that norm [layer, token]; None for a model without it.
+            states: States of the heads or neurons [layer, token, ...].
+        """
         require_post_scale(weights, post, post_scale)
         layers = states["layer"].values
         weight_layers = weights["layer"].values.tolist()
-        units = [dim for dim in states.dims if dim not in ("layer", "token")]
-        state_units, weight_units = (
-            [array.sizes[dim] for dim in units] for array in (states, weights[matrix])
+        # ["head", "d_head"] or ["mlp"].
+        unit_dims = [dim for dim in states.dims if dim not in ("layer", "token")]
+        state_sizes, weight_sizes = (
+            [array.sizes[dim] for dim in unit_dims] for array in (states, weights[matrix])
         )
-        if state_units != weight_units or not set(layers.tolist()) <= set(weight_layers):
+        if state_sizes != weight_sizes or not set(layers.tolist()) <= set(weight_layers):
             raise ShapeError(
-                f"expected states of layers {weight_layers} and {units} {weight_units}, as the weights are, "
-                f"found layers {layers.tolist()} and {state_units}; are they of the same model?"
+                f"the weights are for layers {weight_layers} with sizes {weight_sizes} of {unit_dims}, found "
+                f"states of layers {layers.tolist()} with sizes {state_sizes}; pass states and weights of "
+                "the same model"
             )
         self.states, self.weights = states, weights.sel(layer=layers)
         self.matrix, self.bias, self.post, self.post_scale = matrix, bias, post, post_scale
-        self.n_layers, self.width = len(layers), int(np.prod(state_units))
+        self.n_layers, self.width = len(layers), int(np.prod(state_sizes))
 
     def walk(
         self, directions: Directions, scale: Array
     ) -> Iterator[tuple[int, Array, Array, Array, Array | float]]:
-        """Iterate over layers and token ranges.
+        """Iterate over layers, and within a layer over ranges of tokens.
 
         Arguments:
             directions: Logit directions of all tokens.
             scale: Divisor of the final norm [token].
 
         Returns:
-            Tuples of layer, tokens with a target, their states [row, ...], directions at the units [row,
-            unit], and the share of the bias [row], 0.0 without one.
+            Tuples of (index of the layer, indices of the tokens with a target, their states [row, ...],
+            directions at the units [row, unit], share of the bias [row] or 0.0 without a bias).
         """
         # Directions are as wide as hidden, states as wide as units; the larger decides how many tokens fit.
         width = max(self.width, self.weights.sizes["hidden"])
@@ -251,11 +267,13 @@ class _Through:
         return direction, bias
 
     def _layer(self, name: str, layer: int) -> Array:
+        """A variable of the weights at one layer (index), float32."""
         return self.weights[name].isel(layer=layer).values.astype(np.float32, copy=False)
 
 
-def _largest(values: Array, k: int) -> Array:
-    """Columns of the k largest magnitudes per row, in descending order; ties by smaller column."""
+def _columns_of_largest(values: Array, k: int) -> Array:
+    """Columns of the k largest magnitudes in each row, [row, k], in descending order; ties by smaller
+    column."""
     # argpartition leaves ties in any order; sorting columns first makes the stable sort below deterministic.
     magnitude = np.abs(values)
     largest = np.sort(np.argpartition(-magnitude, min(k, values.shape[1] - 1), axis=1)[:, :k], axis=1)
@@ -263,6 +281,6 @@ def _largest(values: Array, k: int) -> Array:
     return np.take_along_axis(largest, order, axis=1)
 
 
-def _kept(states: xr.DataArray) -> dict[Any, Any]:
-    """Coordinates of layers and tokens."""
+def _layer_and_token_coords(states: xr.DataArray) -> dict[Any, Any]:
+    """The coordinates of an array that label its layers and tokens only."""
     return {name: c for name, c in states.coords.items() if set(c.dims) <= {"layer", "token"}}

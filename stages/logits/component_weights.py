@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["component_weights", "component_weights_node"]
 
 Component = Literal["attention", "mlp"]
-
+"""Name of one of the two datasets."""
 VERSION = 1
 """Version of these datasets in their keys."""
 
@@ -67,62 +67,72 @@ _MATRIX_DIMS = {"W_O": ("layer", "head", "d_head", "hidden"), "W_out": ("layer",
 def component_weights(
     weight_files: Files, config: Architecture, part: Component, *, dtype: str = "float32"
 ) -> xr.Dataset:
-    """One of the datasets described above, lazy per layer.
+    """The output weights of a model's attention heads or neurons, as described in the module docstring.
 
     Arguments:
-        weight_files: Checkpoint files.
+        weight_files: Checkpoint files; each layer is read when it is accessed.
         config: The architecture.
         part: "attention" or "mlp".
         dtype: Dtype in which the model computes; weights are rounded to it, as in the model.
 
     Raises:
-        ConfigError: Unknown part, or a layer lacks it.
+        ConfigError: Unknown part, or a layer without attention or without an MLP.
         WeightsError: A tensor is missing or a file is incomplete.
     """
     import xarray as xr
 
     if part not in FIELDS:
-        raise ConfigError(f"expected part 'attention' or 'mlp', found {part!r}")
-    _require_everywhere(config, part)
+        raise ConfigError(f"expected 'attention' or 'mlp' as the part of a model, found {part!r}")
+    _require_in_every_layer(config, part)
     names = config.tensors.layers[0]
     variables: dict[str, Any] = {}
     for variable, field in FIELDS[part].items():
         if field in names:
             dims = _MATRIX_DIMS.get(variable, ("layer", "hidden"))
             read = _reader(checkpoint_of(weight_files).standing_in(config), field, variable, config, dtype)
-            variables[variable] = (dims, _by_layer(read, config.num_layers))
+            variables[variable] = (dims, _stacked_layers(read, config.num_layers))
     coords = {"layer": np.arange(config.num_layers)}
     norm = "layer" if config.norm_type == "layer" else "rms"
     return xr.Dataset(variables, coords=coords, attrs={"part": part, "norm": norm})
 
 
 def component_weights_node(files: ModelFiles, part: Component, *, dtype: str = "float32") -> SourceNode:
-    """Source node of one of the datasets, stored once per model and dtype.
+    """Node of a computation graph that provides `component_weights`, stored once per model and dtype.
 
     Arguments:
-        files: the model's files.
+        files: The model's files.
         part: "attention" or "mlp".
-        dtype: dtype in which the model computes; weights are rounded to it.
+        dtype: Dtype in which the model computes; weights are rounded to it.
     """
     from ...pipeline import Estimate, SourceNode
 
     config, identity = files.architecture(), files.identity(dtype=dtype)
     units = config.width("z" if part == "attention" else "mlp_post_act")
-    layer = 4 * units * config.hidden_size
-    size = layer * config.num_layers
+    # A float32 number has 4 bytes.
+    layer_bytes = 4 * units * config.hidden_size
+    total_bytes = layer_bytes * config.num_layers
     params = {"weights": identity.weights, "config": identity.config, "part": part, "dtype": dtype}
 
     def make() -> xr.Dataset:
         return component_weights(files.checkpoint, config, part, dtype=dtype)
 
-    estimate = Estimate(size, size, 4 * layer)
+    # Bytes read, bytes written, peak memory.
+    estimate = Estimate(total_bytes, total_bytes, 4 * layer_bytes)
     return SourceNode(f"{part}_weights", VERSION, params, make, estimate, (files.pinned,))
 
 
 def _reader(
     checkpoint: Checkpoint, field: str, variable: str, config: Architecture, dtype: str
 ) -> Callable[[int], npt.NDArray[np.float32]]:
-    """Function that reads the tensor of a layer in the shape described above."""
+    """Function from a layer number to one of the layer's weights, float32, in the shape of the dataset.
+
+    Arguments:
+        checkpoint: The checkpoint.
+        field: Name of the weight in `Architecture.tensors`.
+        variable: Name of its variable in the dataset.
+        config: The architecture.
+        dtype: Dtype to which weights are rounded.
+    """
 
     def read(layer: int) -> npt.NDArray[np.float32]:
         name, stored = config.tensors.in_layer(layer, field), config.tensors.layers[layer][field]
@@ -138,20 +148,21 @@ def _reader(
     return read
 
 
-def _require_everywhere(config: Architecture, part: Component) -> None:
+def _require_in_every_layer(config: Architecture, part: Component) -> None:
     """Raise ConfigError unless every layer has the part, because the arrays are stacked over layers."""
     matrix = "o" if part == "attention" else "down"
     layers_with_part = [weights for weights in config.tensors.layers if matrix in weights]
     if len(layers_with_part) < config.num_layers:
         raise ConfigError(
-            f"expected {'attention' if part == 'attention' else 'an MLP'} in every layer of a "
-            f"{config.model_type!r} model, found it in {len(layers_with_part)} of {config.num_layers}; what "
-            "its heads and neurons write with is not read"
+            "the output weights of heads or neurons can only be read from models with "
+            f"{'attention' if part == 'attention' else 'an MLP'} in every layer; this {config.model_type!r} "
+            f"model has it in {len(layers_with_part)} of {config.num_layers} layers"
         )
 
 
-def _by_layer(read: Callable[[int], npt.NDArray[np.float32]], layers: int) -> Any:
-    """Dask array [layer, …] over `read`; reads the first layer to learn shape and dtype."""
+def _stacked_layers(read: Callable[[int], npt.NDArray[np.float32]], layers: int) -> Any:
+    """Dask array [layer, …] whose layers `read` reads on access; the first is read now for shape and
+    dtype."""
     import dask.array as da
     from dask.delayed import delayed
 

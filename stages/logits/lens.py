@@ -47,7 +47,7 @@ BLOCK_BYTES = 1 << 25
 
 
 def join_tokens(parts: Sequence[xr.Dataset]) -> xr.Dataset:
-    """Concatenate the results of consecutive token ranges."""
+    """Join the results of consecutive ranges of tokens along the token axis."""
     import xarray as xr
 
     # Variables without a token axis are equal in all parts; "minimal" keeps one copy instead of adding the
@@ -80,12 +80,13 @@ def logit_lens(
     top_k: int = 10,
     soft_cap: bool = True,
 ) -> xr.Dataset:
-    """Next-token distribution of every state.
+    """Next-token distribution that final norm and unembedding read from every state.
 
     Arguments:
-        resid_post: [layer, token, hidden], any float dtype, lazy or not; its last layer counts as final.
+        resid_post: Residual stream after each layer, [layer, token, hidden], any float dtype, lazy or not;
+            its last layer counts as the final one.
         targets: Token ids int [token] whose probability is tracked, -1 for none; None for no targets.
-        readout: See stages/logits/readout.py.
+        readout: Final norm and unembedding of the model, see stages/logits/readout.py.
         top_k: Number of most likely tokens.
         soft_cap: Whether to apply the model's final soft cap, if it has one.
 
@@ -120,17 +121,17 @@ def logit_lens(
         final = head.log_probabilities(block[-1])
         for layer in range(n_layers):
             logprobs = final if layer == n_layers - 1 else head.log_probabilities(block[layer])
-            for name, values in _read(logprobs, final, target_ids[token_slice], k).items():
+            for name, values in _lens_statistics(logprobs, final, target_ids[token_slice], k).items():
                 results[name][layer, token_slice] = values
     return _labelled(results, target_ids, states, axis)
 
 
 def logits(states: xr.DataArray, readout: xr.Dataset, *, soft_cap: bool = True) -> xr.DataArray:
-    """Logits of states, all in memory at once: for few states.
+    """Logits of states of the residual stream, all in memory at once: for few states.
 
     Arguments:
         states: [..., hidden].
-        readout: See stages/logits/readout.py.
+        readout: Final norm and unembedding of the model, see stages/logits/readout.py.
         soft_cap: Whether to apply the model's final soft cap, if it has one.
 
     Returns:
@@ -146,7 +147,7 @@ def logits(states: xr.DataArray, readout: xr.Dataset, *, soft_cap: bool = True) 
 
 
 def final_norm(states: Array, readout: xr.Dataset) -> Array:
-    """Apply the final norm to states [..., hidden], with the statistics of each state; float32.
+    """States after the final norm, float32 [..., hidden]; the norm's statistics are those of each state.
 
     Arguments:
         states: [..., hidden].
@@ -180,12 +181,19 @@ def before_head(states: Array, readout: xr.Dataset) -> Array:
 
 
 def _normed(states: Array, readout: xr.Dataset, name: str, eps: float) -> Array:
-    """Apply a norm of the readout: "norm" or "transform_norm"."""
+    """Apply one of the norms of a readout to states, float32.
+
+    Arguments:
+        states: [..., width].
+        readout: The readout.
+        name: "norm" for the final norm, "transform_norm" for that of an encoder's transform.
+        eps: Epsilon of the norm.
+    """
     states, norm = np.asarray(states, np.float32), readout.attrs[name]
     if norm == "none":
         return states
     if norm not in ("rms", "layer"):
-        raise ShapeError(f"expected a readout with norm 'rms', 'layer' or 'none', found {norm!r}")
+        raise ShapeError(f"expected the norm of a readout to be 'rms', 'layer' or 'none', found {norm!r}")
     if norm == "layer":
         states = states - states.mean(axis=-1, keepdims=True)
     # eps inside the root, as in all supported families.
@@ -254,7 +262,8 @@ def first_appearance(top_id: xr.DataArray, token_id: int, k: int = 10) -> int | 
     """
     if top_id.dims != ("layer", "rank"):
         raise ShapeError(
-            f"expected top_id [layer, rank] of one token, found {top_id.dims}; select a token first"
+            f"expected top_id of a single token, with the dims (layer, rank), found the dims {top_id.dims}; "
+            "select a token with isel(token=…) first"
         )
     hits = np.flatnonzero((top_id.isel(rank=slice(k)).values == token_id).any(axis=1))
     return int(top_id["layer"].values[hits[0]]) if len(hits) else None
@@ -294,9 +303,10 @@ def format_text(text: str) -> str:
 
 
 class _Head:
-    """Final norm, unembedding and soft cap, with the unembedding in memory."""
+    """Computes logits from states: final norm, unembedding and soft cap, with the unembedding in memory."""
 
     def __init__(self, readout: xr.Dataset, soft_cap: bool) -> None:
+        """Read the unembedding of a readout; `soft_cap` says whether its soft cap is applied."""
         self.readout = readout
         read = "embedding" if "transform_weight" in readout else "hidden"
         # Read once: lazily it would be read from disk for every block.
@@ -325,8 +335,15 @@ class _Head:
         return values
 
 
-def _read(logprobs: Array, final: Array, targets: Array, k: int) -> dict[str, Array]:
-    """Statistics of one block of log-probabilities [row, vocab]."""
+def _lens_statistics(logprobs: Array, final: Array, targets: Array, k: int) -> dict[str, Array]:
+    """The outputs of `logit_lens` for some tokens at one layer: name -> [row] or [row, rank].
+
+    Arguments:
+        logprobs: Log-probabilities read from this layer, [row, vocab].
+        final: Log-probabilities of the last layer, [row, vocab]; the same object for the last layer itself.
+        targets: Ids of the tracked tokens, -1 for none, [row].
+        k: Number of most likely tokens.
+    """
     probability = np.exp(logprobs)
     ids = top_columns(logprobs, k)
     statistics = {
@@ -350,38 +367,49 @@ def _read(logprobs: Array, final: Array, targets: Array, k: int) -> dict[str, Ar
 
 
 def _sample_axis(states: xr.DataArray, readout: xr.Dataset) -> str:
-    """Name of the axis of states, usually "token"."""
+    """Name of the axis along which states lie, usually "token"; ShapeError unless states fit the readout."""
     sample_dims = [str(dim) for dim in states.dims if dim not in ("layer", "hidden")]
     if states.ndim != 3 or len(sample_dims) != 1:
         raise ShapeError(
-            f"expected resid_post [layer, token, hidden], found {states.dims}; "
-            "stack prompts into one token axis, and keep a single layer as a list: isel(layer=[0])"
+            f"expected resid_post with the dims (layer, token, hidden), found {states.dims}; stack prompts "
+            "into one token axis, and select a single layer as a list: isel(layer=[0])"
         )
     if states.sizes["hidden"] != readout.sizes["hidden"]:
         raise ShapeError(
-            f"expected states as wide as the readout ({readout.sizes['hidden']}), found hidden "
-            f"{states.sizes['hidden']}; are they of the same model?"
+            f"the readout is for states of width {readout.sizes['hidden']}, found states of width "
+            f"{states.sizes['hidden']}; pass states and readout of the same model"
         )
     return sample_dims[0]
 
 
 def _targets(targets: xr.DataArray | None, axis: str, n_tokens: int, vocab: int) -> npt.NDArray[np.int32]:
-    """Checked target ids, -1 for none, int32 [token]."""
+    """Ids of the tracked tokens, int32 [token], -1 for none; ShapeError unless they fit states and
+    vocabulary."""
     if targets is None:
         return np.full(n_tokens, -1, np.int32)
     values = np.asarray(targets.values, np.int64)
     if targets.dims != (axis,) or len(values) != n_tokens:
         raise ShapeError(
-            f"expected one target per state, [{axis}] of {n_tokens}, found {targets.dims} of {targets.shape}"
+            f"expected a target token for each of {n_tokens} states, with the dim {axis}, found an array of "
+            f"shape {targets.shape} with the dims {targets.dims}"
         )
     if n_tokens and (values.max() >= vocab or values.min() < -1):
         raise ShapeError(
-            f"expected target ids from -1 to {vocab - 1}, found {values.min()} to {values.max()}"
+            f"expected target token ids from -1 (none) to {vocab - 1}, the last one of the vocabulary, found "
+            f"{values.min()} to {values.max()}"
         )
     return values.astype(np.int32)
 
 
 def _labelled(results: dict[str, Array], targets: Array, states: xr.DataArray, axis: str) -> xr.Dataset:
+    """The outputs of `logit_lens` as a dataset with the coordinates of the states.
+
+    Arguments:
+        results: Name -> values.
+        targets: Ids of the tracked tokens, [token].
+        states: The states.
+        axis: Name of their token axis.
+    """
     import xarray as xr
 
     dims = {"top_id": ("layer", axis, "rank"), "top_logprob": ("layer", axis, "rank")}

@@ -28,31 +28,32 @@ __all__ = ["MOST_LIKELY", "NONE", "Directions"]
 
 
 NONE, MOST_LIKELY = -1, -2
+"""Token ids that stand for no token, and for the token that the model predicts."""
 _TILE = 256
-"""Tokens whose directions are gathered at a time."""
+"""Number of tokens whose directions are gathered at a time."""
 
 
 @dataclass(frozen=True, eq=False)
 class Directions:
-    """Logit directions and bias constants, one per token with a target."""
+    """Logit directions for the target of each token of some prompts, and the constants that biases add."""
 
     rows: Array
-    """float32 [row, hidden], one row per distinct token id."""
+    """Direction of each distinct token id that is a target or contrast, float32 [row, hidden]."""
     constants: Array
-    """Share of the biases of norm and unembedding, float64 [row]."""
+    """What the biases of final norm and unembedding add to the logit of each row, float64 [row]."""
     target: Array
-    """Row index of each token's target, or NONE."""
+    """Index into `rows` of each token's target, [token]; NONE for no target."""
     against: Array
-    """Row index of the contrasted token, whose logit is subtracted; NONE for none."""
+    """Index into `rows` of the token whose logit is subtracted, [token]; NONE for no contrast."""
 
     @classmethod
     def of(cls, readout: xr.Dataset, targets: Array, against: Array) -> Directions:
-        """Directions of tokens; reads only the rows of the unembedding that are needed.
+        """Compute the directions of token ids; reads only their rows of the unembedding.
 
         Arguments:
-            readout: See stages/logits/readout.py.
+            readout: Final norm and unembedding of the model, see stages/logits/readout.py.
             targets: Token ids [token]; NONE for no target.
-            against: Token ids [token] whose logit is subtracted; NONE for none.
+            against: Token ids [token] whose logit is subtracted; NONE for no contrast.
 
         Raises:
             ShapeError: An id is outside the vocabulary, or shapes differ.
@@ -60,26 +61,31 @@ class Directions:
         targets, against = np.asarray(targets, np.int64), np.asarray(against, np.int64)
         if targets.shape != against.shape or targets.ndim != 1:
             raise ShapeError(
-                f"expected one id in `against` per target, found {against.shape} for {targets.shape}"
+                "expected targets and against to hold one token id per token each, found arrays of shape "
+                f"{targets.shape} and {against.shape}"
             )
         against = np.where(targets == NONE, NONE, against)
         vocab = readout.sizes["vocab"]
         both = np.stack([targets, against])
         if both.size and (both.min() < NONE or both.max() >= vocab):
             raise ShapeError(
-                f"expected token ids from {NONE} to {vocab - 1}, found {both.min()} to {both.max()}"
+                f"expected token ids from {NONE} (none) to {vocab - 1}, the last one of the vocabulary, "
+                f"found {both.min()} to {both.max()}"
             )
         # A table over the vocabulary: sorting the ids of a corpus would take longer than the products below.
         is_needed = np.zeros(vocab + 1, bool)
         is_needed[both] = True
         ids = np.flatnonzero(is_needed[:vocab])
         # One entry more: index NONE (-1) reads the last one, which stays NONE.
-        place = np.full(vocab + 1, NONE)
-        place[ids] = np.arange(len(ids))
-        return cls(*_weighted(readout, ids), *place[both])
+        row_of_id = np.full(vocab + 1, NONE)
+        row_of_id[ids] = np.arange(len(ids))
+        return cls(*_directions_and_constants(readout, ids), *row_of_id[both])
 
     def chosen(self, ranges: Iterable[slice]) -> list[tuple[slice, Array]]:
-        """Token ranges with indices of tokens that have a target; empty ranges are skipped."""
+        """Token ranges, each with the indices (within the range) of its tokens that have a target.
+
+        Ranges without such a token are left out.
+        """
         selected = [(token_range, np.flatnonzero(self.target[token_range] != NONE)) for token_range in ranges]
         return [(token_range, rows) for token_range, rows in selected if len(rows)]
 
@@ -117,20 +123,23 @@ class Directions:
         return np.where(self.target == NONE, np.nan, padded[self.target] - padded[self.against])
 
 
-def _weighted(readout: xr.Dataset, ids: Array) -> tuple[Array, Array]:
-    """Rows of the unembedding times norm weight, centred for LayerNorm; and their constants."""
+def _directions_and_constants(readout: xr.Dataset, ids: Array) -> tuple[Array, Array]:
+    """The fields `rows` and `constants` of `Directions` for some token ids.
+
+    A direction is a row of the unembedding times the norm weight, centred for LayerNorm.
+    """
     require_linear(readout)
     norm = readout.attrs["norm"]
     if norm not in ("rms", "layer"):
-        raise ShapeError(f"expected a readout with norm 'rms' or 'layer', found {norm!r}")
-    plain = readout["unembed"].transpose("vocab", "hidden").isel(vocab=ids).values.astype(np.float32)
+        raise ShapeError(f"expected the norm of a readout to be 'rms' or 'layer', found {norm!r}")
+    unembed = readout["unembed"].transpose("vocab", "hidden").isel(vocab=ids).values.astype(np.float32)
     constants = np.zeros(len(ids))
     if "norm_bias" in readout:
-        # The norm's bias is added after the weight, so it meets the bare unembedding row.
-        constants += plain.astype(np.float64) @ readout["norm_bias"].values.astype(np.float64)
+        # The norm's bias is added after its weight was applied: it meets the unembedding without that weight.
+        constants += unembed.astype(np.float64) @ readout["norm_bias"].values.astype(np.float64)
     if "unembed_bias" in readout:
         constants += readout["unembed_bias"].isel(vocab=ids).values
-    rows = plain * (readout["norm_weight"].values.astype(np.float32))
+    rows = unembed * (readout["norm_weight"].values.astype(np.float32))
     if norm == "layer":
         # Centring the direction equals centring the state: (x - mean(x)) . d = x . (d - mean(d)).
         rows -= rows.mean(axis=1, keepdims=True)

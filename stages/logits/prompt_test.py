@@ -39,7 +39,8 @@ class Likely:
 
 @dataclass(frozen=True)
 class AnswerToken:
-    """Answer token scored at its position: rank, logit, probability, likelier alternatives."""
+    """A token of an answer with its rank, logit and probability at its position, and the likeliest tokens
+    there."""
 
     token: str
     """Text of the token."""
@@ -113,25 +114,26 @@ def test_prompt(
     """
     answers = (answer,) if isinstance(answer, str) else tuple(answer)
     if not answers:
-        raise PromptError("expected an answer, found none; give a text, or several")
+        raise PromptError("test_prompt needs an answer, found none; pass a text, or a list of texts")
     row = one_row(prompt)
     (prompt_ids,) = model.tokenize(row)
     text = row if isinstance(row, str) else model.tokenizer.decode(row)
-    rows = [_ids(model, text_of_answer, prepend_space) for text_of_answer in answers]
-    # The model reads the answer's tokens except the last, to predict each from the ones before. Several
-    # answers are alternatives for the same position, so none of them is read.
-    answer_context = rows[0][:-1] if len(rows) == 1 else []
-    expected = rows[0] if len(rows) == 1 else [row[0] for row in rows]
+    answer_ids = [_answer_ids(model, text_of_answer, prepend_space) for text_of_answer in answers]
+    last_prompt_position = len(prompt_ids) - 1
+    if len(answer_ids) == 1:
+        # The model reads the answer's tokens except the last, to predict each token from those before.
+        scored_ids = answer_ids[0]
+        answer_context = scored_ids[:-1]
+        positions: Sequence[int] = range(last_prompt_position, last_prompt_position + len(scored_ids))
+    else:
+        # Several answers are alternatives for the same position, so none of them is read.
+        scored_ids, answer_context = [ids[0] for ids in answer_ids], []
+        positions = [last_prompt_position] * len(scored_ids)
     # float64: probabilities of a vocabulary are summed, and ranks compare nearly equal logits.
     logits = model.forward([*prompt_ids, *answer_context]).logits[0].double()
-    positions = (
-        range(len(prompt_ids) - 1, len(prompt_ids) + len(answer_context))
-        if len(rows) == 1
-        else [len(prompt_ids) - 1] * len(rows)
-    )
     tokens = tuple(
-        _answered(model, logits[position].cpu().numpy(), token, top_k)
-        for position, token in zip(positions, expected, strict=True)
+        _scored_token(model, logits[position].cpu().numpy(), token, top_k)
+        for position, token in zip(positions, scored_ids, strict=True)
     )
     prompt_tokens = tuple(model.tokenizer.decode_token(token) for token in prompt_ids)
     return PromptTest(text, prompt_tokens, answers, tokens)
@@ -157,30 +159,35 @@ def tokens_to_residual_directions(model: Model, tokens: str | int | Sequence[Any
 
     model.config.require_linear_head()
     if isinstance(tokens, str | int):
-        ids = torch.tensor(_single(model, tokens))
+        ids = torch.tensor(_single_token_id(model, tokens))
     elif isinstance(tokens, torch.Tensor):
         ids = tokens.long()
     else:
-        ids = torch.tensor([_single(model, item) for item in tokens])
+        ids = torch.tensor([_single_token_id(model, item) for item in tokens])
     size = model.config.vocab_size
     outside = ids[(ids < 0) | (ids >= size)]
     if len(outside):
-        raise PromptError(f"expected token ids in 0..{size - 1}, found {int(outside[0])}")
+        raise PromptError(
+            f"expected token ids in 0..{size - 1}, as the vocabulary has {size} tokens, found "
+            f"{int(outside[0])}"
+        )
     return model.network.unembedding[ids.to(model.device)]
 
 
-def _single(model: Model, token: str | int) -> int:
-    """Token id of a text of one token; an id is returned unchanged."""
+def _single_token_id(model: Model, token: str | int) -> int:
+    """Token id of a text that is exactly one token; an id is returned unchanged."""
     if not isinstance(token, str):
         return int(token)
     ids = model.tokenizer.encode(token, add_special=False).ids
     if len(ids) != 1:
-        raise PromptError(f"expected a text of one token, found {token!r} with {len(ids)}; give its ids")
+        raise PromptError(
+            f"expected a text of one token, found {token!r}, which has {len(ids)}; pass the token ids instead"
+        )
     return int(ids[0])
 
 
-def _ids(model: Model, answer: str, prepend_space: bool) -> list[int]:
-    """Token ids of an answer, without special tokens."""
+def _answer_ids(model: Model, answer: str, prepend_space: bool) -> list[int]:
+    """Token ids of an answer, without special tokens; PromptError if it has none."""
     # Most tokenizers have one token for " Paris" within a text, and another for "Paris" at its start.
     text = f" {answer}" if prepend_space and not answer.startswith(" ") else answer
     ids = model.tokenizer.encode(text, add_special=False).ids
@@ -189,8 +196,15 @@ def _ids(model: Model, answer: str, prepend_space: bool) -> list[int]:
     return list(ids)
 
 
-def _answered(model: Model, logits: Any, token: int, top_k: int) -> AnswerToken:
-    """Score one token given logits [vocab]; among equal logits the smaller id ranks first."""
+def _scored_token(model: Model, logits: Any, token: int, top_k: int) -> AnswerToken:
+    """Score a token at one position; among equal logits the smaller token id ranks first.
+
+    Arguments:
+        model: The model, whose tokenizer decodes tokens.
+        logits: Logits at the position, [vocab].
+        token: Token id to score.
+        top_k: Number of most likely tokens to list.
+    """
     # logaddexp is stable for large logits.
     probabilities = np.exp(logits - np.logaddexp.reduce(logits))
     # Stable, so that equal logits are ranked by token id on every machine.

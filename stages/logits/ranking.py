@@ -20,10 +20,10 @@ __all__ = ["descending", "in_order", "ranked", "ranks", "top_columns"]
 
 
 def top_columns(values: Array, k: int) -> Ints:
-    """Columns of the largest values of each row, in descending order, ties by smaller column.
+    """Columns of the largest values in each row of a matrix, in descending order, ties by smaller column.
 
     Arguments:
-        values: [row, column]; NaN counts as smallest.
+        values: The matrix, [row, column]; NaN counts as smallest.
         k: Number of columns per row.
 
     Returns:
@@ -34,22 +34,23 @@ def top_columns(values: Array, k: int) -> Ints:
         return np.argsort(-values, axis=1, kind="stable").astype(np.int32)
     if k == 0 or not len(values):
         return np.empty((len(values), k), np.int32)
-    row, column = _reaching(values, k)
+    row, column = _candidates(values, k)
     top_cells, _ = ranked(row, column, values[row, column], k)
     return column[top_cells].reshape(len(values), k).astype(np.int32)
 
 
 def ranked(row: Ints, column: Ints, value: Array, k: int) -> tuple[Ints, Ints]:
-    """The k largest values of each row among some cells of a matrix, ties by smaller column.
+    """Find the k largest values of each row among some entries of a matrix; ties by smaller column.
 
     Arguments:
-        row: Row of each cell, below 2^31.
-        column: Column of each cell; no (row, column) pair occurs twice.
-        value: Value of each cell.
+        row: Row of each entry, below 2^31.
+        column: Column of each entry; no (row, column) pair occurs twice.
+        value: Value of each entry.
         k: Number of values per row.
 
     Returns:
-        Indices into the cells, row by row, and the rank of each in its row, 0 for the largest.
+        (indices of the largest entries, row by row and in descending order; rank of each in its row, 0 for
+        the largest).
     """
     order = descending(row, value, column)
     rank = ranks(row[order])
@@ -58,14 +59,14 @@ def ranked(row: Ints, column: Ints, value: Array, k: int) -> tuple[Ints, Ints]:
 
 
 def descending(row: Ints, value: Array, column: Ints) -> Ints:
-    """Indices that sort cells by row, then by descending value, then by column; NaN last.
+    """Indices that sort entries of a matrix by row, then by descending value, then by column; NaN last.
 
-    Equals np.lexsort((column, -value, row)); measured three times as fast for a million cells.
+    Equals np.lexsort((column, -value, row)); measured three times as fast for a million entries.
 
     Arguments:
-        row: Row of each cell, below 2^31.
-        value: Value of each cell.
-        column: Column of each cell.
+        row: Row of each entry, below 2^31.
+        value: Value of each entry.
+        column: Column of each entry.
     """
     # float64 beyond the range of float32 becomes infinite; `in_order` resolves such ties by the exact values.
     with np.errstate(over="ignore"):
@@ -80,7 +81,7 @@ def descending(row: Ints, value: Array, column: Ints) -> Ints:
 
 
 def in_order(key: Ints, *equal: Array) -> Ints:
-    """Indices that sort by `key`; ties are resolved by the arrays `equal`, the first of them first."""
+    """Indices that sort by `key`; ties are sorted by the first array of `equal`, then by the second, …"""
     order: Ints = np.argsort(key)
     is_equal_to_next = np.diff(key[order]) == 0
     if is_equal_to_next.any():
@@ -95,15 +96,21 @@ def in_order(key: Ints, *equal: Array) -> Ints:
 
 
 def ranks(row: Ints) -> Ints:
-    """Rank of each cell within its row, from 0; cells must be sorted by row."""
+    """Number of preceding entries of the same row, for each entry; entries must be sorted by row."""
     position = np.arange(len(row))
     row_starts = np.flatnonzero(np.diff(row, prepend=row[:1] - 1))
     rank: Ints = position - np.repeat(row_starts, np.diff(row_starts, append=len(row)))
     return rank
 
 
-def _reaching(values: Array, k: int) -> tuple[Ints, Ints]:
-    """Cells (row, column) that include the k largest of each row (0 < k < columns) and few others."""
+def _candidates(values: Array, k: int) -> tuple[Ints, Ints]:
+    """(rows, columns) of the entries of a matrix that may be among the k largest of their row, and few
+    others.
+
+    Arguments:
+        values: [row, column].
+        k: Number of values per row, above 0 and below the number of columns.
+    """
     rows, width = values.shape
     # Eight groups per wanted value keep the bound close; sqrt balances group count and group size for small
     # k.
@@ -112,16 +119,18 @@ def _reaching(values: Array, k: int) -> tuple[Ints, Ints]:
     size = width // groups if groups >= 2 * k else 1
     groups = groups if size > 1 else width
     grouped = values[:, : groups * size].reshape(rows, groups, size)
-    most = grouped.max(axis=2) if size > 1 else values
-    bound = np.partition(most, groups - k, axis=1)[:, groups - k]
-    bound = np.where(np.isnan(most).any(axis=1), np.nan, bound)[:, None]
-    # Written as "not below": a comparison with NaN is False, so rows with NaN keep all their cells.
-    row, group = np.nonzero(~(most < bound))
+    maxima = grouped.max(axis=2) if size > 1 else values
+    # The k-th largest maximum: at least k values of the row reach it.
+    bound = np.partition(maxima, groups - k, axis=1)[:, groups - k]
+    bound = np.where(np.isnan(maxima).any(axis=1), np.nan, bound)[:, None]
+    # Written as "not below": a comparison with NaN is False, so rows with NaN keep all their entries.
+    row, group = np.nonzero(~(maxima < bound))
     if size == 1:
         return row, group
-    cell, within = np.nonzero(~(grouped[row, group] < bound[row]))
-    over, beyond = np.nonzero(~(values[:, groups * size :] < bound))
+    selected, offset_in_group = np.nonzero(~(grouped[row, group] < bound[row]))
+    # Columns after the last whole group.
+    row_of_rest, offset_of_rest = np.nonzero(~(values[:, groups * size :] < bound))
     return (
-        np.concatenate([row[cell], over]),
-        np.concatenate([group[cell] * size + within, groups * size + beyond]),
+        np.concatenate([row[selected], row_of_rest]),
+        np.concatenate([group[selected] * size + offset_in_group, groups * size + offset_of_rest]),
     )

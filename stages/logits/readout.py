@@ -76,10 +76,12 @@ def readout(
     import xarray as xr
 
     if norm not in ("rms", "gemma_rms", "layer"):
-        raise ShapeError(f"expected norm 'rms', 'gemma_rms' or 'layer', found {norm!r}")
+        raise ShapeError(
+            f"expected 'rms', 'gemma_rms' or 'layer' as the final norm of a readout, found {norm!r}"
+        )
     if unembed.ndim != 2 or norm_weight.shape != unembed.shape[1:]:
         raise ShapeError(
-            f"expected unembed [vocab, hidden], norm_weight [hidden], found "
+            "expected unembed of shape [vocab, hidden] and norm_weight of shape [hidden], found shapes "
             f"{unembed.shape} and {norm_weight.shape}"
         )
     weight = np.asarray(norm_weight, np.float32)
@@ -107,7 +109,7 @@ def readout_from_files(
     vocabulary: Sequence[str] = (),
     dtype: str = "float32",
 ) -> xr.Dataset:
-    """Read the readout of a checkpoint from its files.
+    """Read the final norm and unembedding of a model from its checkpoint files.
 
     Arguments:
         weight_files: Checkpoint files.
@@ -170,7 +172,14 @@ def _transformed(
     take: Callable[[str], Array | None],
     vocabulary: Sequence[str],
 ) -> xr.Dataset:
-    """Readout of an encoder with a transform before its head."""
+    """Readout of an encoder that has a transform (dense layer, activation, norm) before its LM head.
+
+    Arguments:
+        config: The architecture.
+        transform: Activation and epsilon of the transform.
+        take: Function from the name of a weight to the weight; None if the checkpoint has none.
+        vocabulary: Text by token id.
+    """
     import xarray as xr
 
     dims = {
@@ -204,18 +213,19 @@ def require_linear(readout: xr.Dataset) -> None:
     """Raise ShapeError for a readout with a transform, whose logits cannot be split into contributions."""
     if "transform_weight" in readout:
         raise ShapeError(
-            "expected a readout that is a linear map behind its norm, found one with a dense map, an "
-            f"activation ({readout.attrs['transform_activation']}) and a norm before its head; read states "
-            "with the logit lens"
+            "the logits of this model cannot be split into contributions, because its LM head is not "
+            f"linear: it begins with a dense layer, an activation ({readout.attrs['transform_activation']}) "
+            "and a norm; use the logit lens instead"
         )
 
 
 def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
-    """Source node of a model's readout, stored once per model, tokenizer and dtype.
+    """Node of a computation graph that provides a model's readout, stored once per model, tokenizer and
+    dtype.
 
     Arguments:
-        files: the model's files; without a tokenizer, token ids serve as texts.
-        dtype: dtype in which the model computes; weights are rounded to it.
+        files: The model's files; without a tokenizer, token ids serve as texts.
+        dtype: Dtype in which the model computes; weights are rounded to it.
     """
     from ...pipeline import Estimate, SourceNode
 
@@ -233,9 +243,10 @@ def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
         "dtype": dtype,
     }
     # Looked up while the plan is made: a checkpoint without a head is an error before anything is computed.
-    rows, width = config.tensors.outside["head"].shape
-    size = 4 * rows * width
-    estimate = Estimate(size, size, 2 * size)
+    n_tokens, width = config.tensors.outside["head"].shape
+    # The unembedding as float32. An estimate is bytes read, bytes written, peak memory.
+    n_bytes = 4 * n_tokens * width
+    estimate = Estimate(n_bytes, n_bytes, 2 * n_bytes)
     return SourceNode("readout", VERSION, params, make, estimate, (files.pinned,))
 
 
@@ -248,12 +259,12 @@ def read_weight(
     rows: slice | Array | None = None,
     columns: slice | None = None,
 ) -> Array:
-    """Read a weight as the model uses it: rounded, [out, in], with the family's factors on its rows.
+    """Read a weight of a checkpoint as the model uses it: rounded, [out, in], with the factors of its family.
 
     Arguments:
         checkpoint: The checkpoint.
-        name: Name of the tensor.
-        stored: How the tensor is stored.
+        name: Name of the tensor in the checkpoint.
+        stored: How the tensor is stored: transposed, in groups, less a constant, or to be scaled by row.
         dtype: Dtype in which the model computes.
         rows: Rows to read; None for all. An unquantised file is read only in these rows.
         columns: Columns to read; None for all.
@@ -285,7 +296,7 @@ def read_weight(
 
 
 def rounded(values: Array, dtype: str) -> Array:
-    """Values rounded to a dtype and widened back, float32.
+    """Values rounded to a dtype and converted back to float32.
 
     Arguments:
         values: Array of any float dtype.

@@ -44,12 +44,12 @@ def accumulated_resid(
     layer: int | None = None,
     mlp_input: bool = False,
 ) -> xr.DataArray:
-    """The residual stream as it accumulates, [component, ..., hidden].
+    """The states of the residual stream from the first layer on, stacked as [component, ..., hidden].
 
     Arguments:
-        resid_pre: [layer, ..., hidden].
-        resid_mid: [layer, ..., hidden]; None for one state per layer.
-        final: resid_post of the last layer [..., hidden], added as last component if `layer` is None.
+        resid_pre: States before attention [layer, ..., hidden].
+        resid_mid: States between attention and MLP [layer, ..., hidden]; None to leave them out.
+        final: State after the last layer [..., hidden], added as last component if `layer` is None.
         layer: Last layer whose resid_pre is included; None for all.
         mlp_input: Whether to include resid_mid of that layer.
 
@@ -61,7 +61,10 @@ def accumulated_resid(
     """
     layers = _layers(resid_pre, None if layer is None else layer + 1)
     if mlp_input and (resid_mid is None or layer is None):
-        raise ShapeError("expected resid_mid and layer with mlp_input=True; capture blocks.*.hook_resid_mid")
+        raise ShapeError(
+            "mlp_input=True includes resid_mid of a layer, but resid_mid or layer is missing; pass both, and "
+            "capture blocks.*.hook_resid_mid if needed"
+        )
     parts = []
     for number in layers:
         parts.append((f"{number}_pre", _at(resid_pre, number)))
@@ -84,8 +87,8 @@ def decompose_resid(
 
     Arguments:
         embed: Start of the stream [..., hidden], possibly with a layer axis of length 1.
-        attn_out: [layer, ..., hidden], layers 0 to n without gaps; None leaves them out.
-        mlp_out: Likewise.
+        attn_out: Attention outputs [layer, ..., hidden] of layers 0 to n without gaps; None leaves them out.
+        mlp_out: MLP outputs [layer, ..., hidden] of the same layers; None leaves them out.
         layer: Stop at the input of this layer; None for all layers.
         mlp_input: Whether to include the attention output of that layer.
 
@@ -103,14 +106,17 @@ def decompose_resid(
     numbers = [_layers(part, layer) for _, part in outputs]
     if any(layers != numbers[0] for layers in numbers):
         raise ShapeError(
-            f"expected attn_out and mlp_out of the same layers, found {numbers[0]} and {numbers[1]}; "
-            "capture all layers up to the one in question"
+            f"expected attn_out and mlp_out of the same layers, found layers {numbers[0]} and {numbers[1]}; "
+            "capture both in all layers up to the last one that you decompose"
         )
     for number in numbers[0] if numbers else []:
         parts += [(f"{number}_{name}", _at(part, number)) for name, part in outputs]
     if mlp_input:
         if layer is None or attn_out is None or layer not in attn_out["layer"]:
-            raise ShapeError(f"expected attn_out of layer {layer} with mlp_input=True; capture it too")
+            raise ShapeError(
+                f"mlp_input=True includes the attention output of layer {layer}, which attn_out lacks; "
+                "capture it, too"
+            )
         parts.append((f"{layer}_attn_out", _at(attn_out, layer)))
     return _stack(parts)
 
@@ -125,9 +131,9 @@ def stack_head_results(
     """Output of every head, [component, ..., hidden], labelled "L0H0", "L0H1", …
 
     Arguments:
-        z: [layer, ..., head, d_head].
+        z: Outputs of the heads before the output projection, [layer, ..., head, d_head].
         weights: The "attention" dataset of component_weights.py.
-        post_scale: `ln1_post_scale` [layer, ...] of families with a norm after attention.
+        post_scale: Captured divisor `ln1_post_scale` [layer, ...], for families with a norm after attention.
         remainder_of: A state [..., hidden]; what remains of it after all heads becomes the component
             "remainder".
     """
@@ -147,10 +153,11 @@ def stack_neuron_results(
     As large as mlp / 2 residual streams per layer: select tokens or neurons first.
 
     Arguments:
-        post_act: `mlp_post_act` [layer, ..., mlp].
+        post_act: Activations of the neurons, `mlp_post_act` [layer, ..., mlp].
         weights: The "mlp" dataset of component_weights.py.
-        post_scale: `ln2_post_scale` [layer, ...] of families with a norm after the MLP.
-        remainder_of: See `stack_head_results`.
+        post_scale: Captured divisor `ln2_post_scale` [layer, ...], for families with a norm after the MLP.
+        remainder_of: A state [..., hidden]; what remains of it after all neurons becomes the component
+            "remainder".
     """
     results = _written(post_act, weights, "W_out", "ln2_post", post_scale, over=[])
     return _flattened(results, "mlp", "L{}N{}", remainder_of)
@@ -168,7 +175,7 @@ def full_resid_decomposition(
     """The whole stream as heads, MLPs (or neurons), embedding and biases, [component, ..., hidden].
 
     Arguments:
-        embed: See `decompose_resid`.
+        embed: Start of the stream [..., hidden], possibly with a layer axis of length 1.
         heads: Result of `stack_head_results`.
         mlp: `mlp_out` [layer, ..., hidden], or the result of `stack_neuron_results`.
         attention_weights: The "attention" dataset of component_weights.py.
@@ -211,7 +218,7 @@ def apply_ln_to_stack(
         weight: [hidden]; None if it is folded into the next weights, as TransformerLens assumes.
     """
     if norm not in ("rms", "layer"):
-        raise ShapeError(f"expected norm 'rms' or 'layer', found {norm!r}")
+        raise ShapeError(f"expected 'rms' or 'layer' as the norm to apply, found {norm!r}")
     # Each part is centred by itself: the mean of a sum is the sum of means.
     centred = stack - stack.mean("hidden") if norm == "layer" else stack
     scaled: xr.DataArray = centred / scale
@@ -225,8 +232,8 @@ def of_one_layer(state: xr.DataArray) -> xr.DataArray:
         return state
     if state.sizes[layer_dim] != 1:
         raise ShapeError(
-            f"expected what the stream begins with in one layer, found {state.sizes[layer_dim]} layers of "
-            f"{state.name}; select layer 0"
+            f"expected the start of the residual stream in a single layer, found {state.sizes[layer_dim]} "
+            f"layers of {state.name}; select layer 0 with sel(layer=[0])"
         )
     return state.isel({layer_dim: 0}, drop=True)
 
@@ -240,7 +247,16 @@ def _written(
     *,
     over: list[str],
 ) -> xr.DataArray:
-    """Multiply states with their output matrix, and apply the norm after it."""
+    """What heads or neurons add to the residual stream: states times output matrix, then the norm after it.
+
+    Arguments:
+        states: States of the units [layer, ..., unit dims].
+        weights: A dataset of component_weights.py.
+        matrix: Variable of the output matrix: "W_O" or "W_out".
+        post: Name of the norm after the output: "ln1_post" or "ln2_post".
+        post_scale: Captured divisor of that norm; None for a model without it.
+        over: Dims that are summed over.
+    """
     import xarray as xr
 
     layer_weights = weights.sel(layer=states["layer"])
@@ -250,7 +266,15 @@ def _written(
 def _after_norm(
     parts: xr.DataArray, weights: xr.Dataset, post: str, post_scale: xr.DataArray | None
 ) -> xr.DataArray:
-    """Apply the norm after an output [layer, ..., hidden] to its parts; no effect without `post_scale`."""
+    """Apply the norm after attention or MLP, with fixed divisor, to parts of their output [layer, ...,
+    hidden].
+
+    Arguments:
+        parts: The parts.
+        weights: A dataset of component_weights.py.
+        post: Name of the norm: "ln1_post" or "ln2_post".
+        post_scale: Captured divisor of the norm; None for a model without it, whose parts are unchanged.
+    """
     require_post_scale(weights, post, post_scale)
     if post_scale is None:
         return parts
@@ -272,19 +296,28 @@ def require_post_scale(weights: xr.Dataset, post: str, post_scale: xr.DataArray 
     has_norm = f"{post}_weight" in weights
     if has_norm and post_scale is None:
         raise ShapeError(
-            f"expected post_scale: this family normalises what attention and MLPs add; capture "
-            f"blocks.*.{post}.hook_scale and give {post}_scale"
+            "this model normalises the outputs of attention and MLPs, so post_scale, the captured divisor "
+            f"of that norm, is needed; capture blocks.*.{post}.hook_scale and pass {post}_scale"
         )
     if post_scale is not None and not has_norm:
         raise ShapeError(
-            f"expected no post_scale: these weights have no {post} norm; are they of this model?"
+            f"these weights have no norm {post}, but its divisor post_scale was passed; leave it out, or "
+            "pass the weights of the model that it was captured from"
         )
 
 
 def _bias(
     embed: xr.DataArray, weights: xr.Dataset, name: str, post: str, post_scale: xr.DataArray | None
 ) -> xr.DataArray:
-    """Sum over layers of the bias contributions, [..., hidden]; zeros without biases."""
+    """What the biases of all layers add to the residual stream, [..., hidden]; zeros without biases.
+
+    Arguments:
+        embed: Start of the stream, for the shape of the result.
+        weights: A dataset of component_weights.py.
+        name: Variable of the output bias: "b_O" or "b_out".
+        post: Name of the norm after the output, which has a bias of its own for LayerNorm.
+        post_scale: Captured divisor of that norm; None for a model without it.
+    """
     import xarray as xr
 
     total = xr.zeros_like(embed)
@@ -301,9 +334,10 @@ def _flattened(
     """Flatten [layer, unit, ..., hidden] to [component, ..., hidden], units of the first layer first.
 
     Arguments:
-        unit: axis of heads or neurons.
-        label: format of a component's label, from layer and number of the unit.
-        remainder_of: state whose remainder becomes the last component; None for none.
+        results: Outputs of heads or neurons.
+        unit: Axis of heads ("head") or neurons ("mlp").
+        label: Format of a component's label, from layer and number of the unit.
+        remainder_of: State whose remainder becomes the last component; None for no such component.
     """
     results = results.transpose("layer", unit, ..., "hidden")
     numbers = results[unit].values if unit in results.coords else range(results.sizes[unit])
@@ -328,13 +362,14 @@ def _layers(states: xr.DataArray, stop: int | None) -> list[int]:
     expected = list(range(len(layers) if stop is None else stop))
     if layers[: len(expected)] != expected:
         raise ShapeError(
-            f"expected layers {expected} of {states.name}, found {layers}; capture all layers up to the one "
-            "in question"
+            f"expected layers {expected} of {states.name}, found layers {layers}; capture all layers up to "
+            "the last one that you decompose"
         )
     return expected
 
 
 def _at(states: xr.DataArray, layer: int) -> xr.DataArray:
+    """The states of one layer (number), without a coordinate for the layer."""
     # drop=True: a scalar coordinate `layer` of one part would conflict with that of another in a
     # concatenation.
     return states.sel(layer=layer, drop=True)
@@ -348,6 +383,7 @@ def _stack(parts: Iterable[tuple[str, xr.DataArray]]) -> xr.DataArray:
 
 
 def _concatenated(parts: Sequence[xr.DataArray]) -> xr.DataArray:
+    """Arrays [component, ..., hidden] joined along `component`."""
     import xarray as xr
 
     stacked = xr.concat(parts, dim="component", coords="minimal", compat="override")

@@ -38,40 +38,41 @@ CellT = TypeVar("CellT", bound="Cell")
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Rows of several cells at the same tokens."""
+    """Activations of some tokens at several hook points and layers."""
 
     number: int
-    """Number over all epochs."""
+    """Number of the batch, counted over all epochs."""
     tokens: Ints
-    """Token of each row, on the token axis of the source, int64 [row]."""
+    """Index of each row's token on the token axis of the source, int64 [row]."""
     rows: dict[Cell, Array]
-    """Cell -> [row, width] in the stored dtype. Do not modify or keep: it may be a view of a window."""
+    """(hook kind, layer) -> activations [row, width] in the stored dtype. Do not modify or keep them: they
+    may be a view of a buffer that is used again."""
 
     def tensors(self) -> dict[Cell, Tensor]:
-        """Rows of each cell as float32 tensors."""
+        """(hook kind, layer) -> activations as a float32 tensor [row, width]."""
         return {cell: as_tensor(rows) for cell, rows in self.rows.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """Batches of the rows of a source.
+    """Shuffled batches of stored activations.
 
     Raises:
         ConfigError: An epoch has fewer rows than a batch.
     """
 
     source: TokenRows
-    """Rows, and which tokens are selected."""
+    """The stored activations, and the selection of their tokens."""
     cells: tuple[Cell, ...]
-    """Hook points and layers that every batch holds."""
+    """(hook kind, layer) of all activations that a batch holds."""
     batch: int
-    """Rows per batch."""
+    """Number of rows per batch."""
     window: int
-    """Rows that are shuffled together."""
+    """Number of rows that are shuffled together."""
     block: int
-    """Neighbouring tokens that enter a window together."""
+    """Number of neighbouring tokens that enter a window together."""
     seed: int
-    """Seed of the order."""
+    """Seed of the shuffled order."""
     epochs: int | None = None
     """Number of passes over the rows; None for an endless sequence."""
     drop_last: bool = False
@@ -80,8 +81,8 @@ class Batches:
     def __post_init__(self) -> None:
         if (count := self.order.rows) < self.batch:
             raise ConfigError(
-                f"expected at least one batch of {self.batch} tokens to train on, found {count}; capture "
-                "more prompts, or set a smaller batch"
+                f"expected stored activations of at least one batch of {self.batch} tokens, found {count} "
+                "tokens; capture more prompts, or set a smaller batch"
             )
 
     @cached_property
@@ -93,6 +94,7 @@ class Batches:
 
     @cached_property
     def _blocks(self) -> tuple[Ints, Ints]:
+        """(first token, token after the last) of each block, int64 [block] each."""
         # Cached: for a corpus of a billion tokens this is a million blocks, needed for every window.
         return self.source.blocks(self.block)
 
@@ -105,13 +107,13 @@ class Batches:
         return rows // self.batch if self.drop_last else -(-rows // self.batch)
 
     def since(self, start: int, worker: tuple[int, int] = (0, 1)) -> Generator[Batch, None, None]:
-        """Batches from number `start` on.
+        """Batches in order, from number `start` on.
 
         Arguments:
             start: Number of the first batch.
-            worker: (number, number of workers); only the batches of this worker are made.
+            worker: (number of the worker, number of workers); only the batches of this worker are made.
         """
-        number, parts, missing_rows = start + worker[0], list[_Read](), 0
+        number, parts, missing_rows = start + worker[0], list[_WindowRows](), 0
         for read in self._windows(start, worker):
             offset = 0
             while offset < len(read.tokens):
@@ -122,20 +124,23 @@ class Batches:
                     # A copy, so that the rest of a batch does not keep the memory of its window from reuse.
                     parts.append(taken.copied())
                 else:
-                    yield _joined(number, [*parts, taken])
+                    yield _joined_batch(number, [*parts, taken])
                     number, parts = number + worker[1], []
                 # Deleted before the next window is read: _Memory reuses only buffers that nobody references.
                 del taken
             del read
 
     def _size(self, number: int) -> int:
-        """Rows of a batch: `batch`, or fewer for the last one."""
+        """Number of rows of a batch: `batch`, or fewer for the last one."""
         if self.epochs is None:
             return self.batch
         return min(self.batch, self.epochs * self.order.rows - number * self.batch)
 
-    def _windows(self, start: int, worker: tuple[int, int]) -> Iterator[_Read]:
-        """Read window after window, one ahead of its use."""
+    def _windows(self, start: int, worker: tuple[int, int]) -> Iterator[_WindowRows]:
+        """Yield the rows of successive windows; the next window is read while the current one is used.
+
+        Arguments as in `since`.
+        """
         memory = _Memory()
         end = None
         # total * batch is past the last row, unless drop_last leaves the last rows out.
@@ -145,7 +150,7 @@ class Batches:
         pieces: Iterator[RowStretch | None] = chain(self.order.pieces(start * self.batch, end), [None])
         # One reader: at most two windows are in memory. Two readers were no faster on two cores (measured).
         with ThreadPoolExecutor(1, thread_name_prefix="window") as reader:
-            ahead: Future[_Read] | None = None
+            ahead: Future[_WindowRows] | None = None
             try:
                 for piece in pieces:
                     window_rows = None if ahead is None else ahead.result()
@@ -157,14 +162,14 @@ class Batches:
             finally:
                 reader.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, piece: RowStretch, start: int, worker: tuple[int, int], memory: _Memory) -> _Read:
-        """Read the rows of a stretch that belong to batches of a worker, in order.
+    def _read(self, piece: RowStretch, start: int, worker: tuple[int, int], memory: _Memory) -> _WindowRows:
+        """Read those rows of a stretch that belong to batches of a worker, in the shuffled order.
 
         Arguments:
-            piece: rows of one window.
-            start: number of the first batch of this iteration, from which workers are counted.
-            worker: (number, number of workers).
-            memory: pool of buffers.
+            piece: Stretch of rows of one window.
+            start: Number of the first batch of this iteration, from which workers are counted.
+            worker: (number of the worker, number of workers).
+            memory: Pool of buffers.
         """
         blocks = self.order.blocks(piece.epoch, piece.window)
         tokens = [self.source.tokens(int(self._blocks[0][n]), int(self._blocks[1][n])) for n in blocks]
@@ -193,7 +198,7 @@ class Batches:
             if is_selected.any():
                 for cell, out in rows.items():
                     self.source.scatter(cell, block_tokens[is_selected], out, targets[is_selected])
-        return _Read(window_tokens[selected], rows)
+        return _WindowRows(window_tokens[selected], rows)
 
 
 class _Memory:
@@ -206,12 +211,12 @@ class _Memory:
         self._buffers: list[Array] = []
 
     def rows(self, rows: int, width: int, dtype: npt.DTypeLike) -> Array:
-        """An uninitialised array [row, width].
+        """An uninitialised array [row, width], which may be a buffer that was used before.
 
         Arguments:
-            rows: number of rows.
-            width: length of a row.
-            dtype: dtype of the array.
+            rows: Number of rows.
+            width: Length of a row.
+            dtype: Dtype of the array.
         """
         buffer = None
         for n in range(len(self._buffers)):
@@ -227,6 +232,7 @@ class _Memory:
         return buffer[:rows]
 
     def _fits(self, n: int, rows: int, width: int, dtype: npt.DTypeLike) -> bool:
+        """Whether buffer number `n` has the dtype and width, and at least as many rows."""
         # By number: an argument of this method would be one more reference to the buffer.
         buffer = self._buffers[n]
         return len(buffer) >= rows and buffer.shape[1] == width and buffer.dtype == dtype
@@ -239,22 +245,27 @@ _MOST = 16
 
 
 @dataclass(frozen=True, eq=False)
-class _Read:
-    """Consecutive rows in the order of reading, with their tokens."""
+class _WindowRows:
+    """Consecutive rows of the shuffled order that lie in one window, with their tokens."""
 
     tokens: Ints
-    """Token of each row, int64 [row]."""
+    """Index of each row's token, int64 [row]."""
     rows: dict[Cell, Array]
-    """Cell -> [row, width], as a view of a window."""
+    """(hook kind, layer) -> activations [row, width], a view of the buffer of the window."""
 
-    def copied(self) -> _Read:
-        return _Read(self.tokens, {cell: rows.copy() for cell, rows in self.rows.items()})
+    def copied(self) -> _WindowRows:
+        """A copy that does not share memory with the window."""
+        return _WindowRows(self.tokens, {cell: rows.copy() for cell, rows in self.rows.items()})
 
-    def cut(self, start: int, stop: int) -> _Read:
-        return _Read(self.tokens[start:stop], {cell: rows[start:stop] for cell, rows in self.rows.items()})
+    def cut(self, start: int, stop: int) -> _WindowRows:
+        """The rows from `start` up to `stop`, as views."""
+        return _WindowRows(
+            self.tokens[start:stop], {cell: rows[start:stop] for cell, rows in self.rows.items()}
+        )
 
 
-def _joined(number: int, parts: Sequence[_Read]) -> Batch:
+def _joined_batch(number: int, parts: Sequence[_WindowRows]) -> Batch:
+    """The batch with some number from its rows, which may come from several windows."""
     # A batch within one window is a view of it: copying would cost a quarter of the rate.
     if len(parts) == 1:
         return Batch(number, parts[0].tokens, parts[0].rows)
@@ -265,13 +276,16 @@ def _joined(number: int, parts: Sequence[_Read]) -> Batch:
 def every(
     source: TokenRows, cells: Iterable[CellT], *, block: int, apart: int = 1
 ) -> Iterator[dict[CellT, Tensor]]:
-    """Iterate over all rows of a source, block by block in stored order: cell -> float32 tensor [row, width].
+    """Iterate over stored activations in stored order, block by block.
 
     Arguments:
-        source: The rows.
-        cells: Cells to read.
-        block: Tokens per block.
-        apart: Use every `apart`-th block only; 1 for all rows.
+        source: The stored activations.
+        cells: (hook kind, layer) of the activations to read.
+        block: Number of tokens per block.
+        apart: Use every `apart`-th block only; 1 for all.
+
+    Returns:
+        For each block (hook kind, layer) -> float32 tensor [row, width].
     """
     requested = tuple(cells)
     for start, stop in zip(*(ends[::apart].tolist() for ends in source.blocks(block)), strict=True):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["as_float32", "as_tensor", "is_finite"]
 
 _BLOCK = 1 << 17
-"""Numbers converted at a time, so that intermediate values stay in the CPU cache."""
+"""Count of numbers that are converted at a time, so that intermediate values stay in the CPU cache."""
 _SIGN_AND_NUMBER = np.int32(-0x70002000)
 """Mask of the bits that a float16, sign-extended to 32 bits and shifted left by 13, shares with the
 float32."""
@@ -49,11 +49,11 @@ def as_float32(rows: Array) -> npt.NDArray[np.float32]:
 
 
 def as_tensor(rows: npt.NDArray[Any], *, widen: bool = True) -> Tensor:
-    """Rows as a tensor that shares their memory where no conversion is needed.
+    """Convert an array to a tensor, which shares its memory if no conversion is needed.
 
     Arguments:
-        rows: array of any stored dtype.
-        widen: whether to convert to float32; otherwise the stored dtype is kept.
+        rows: Array of any stored dtype.
+        widen: Whether to convert to float32; otherwise the stored dtype is kept.
     """
     import torch
 
@@ -66,7 +66,7 @@ def as_tensor(rows: npt.NDArray[Any], *, widen: bool = True) -> Tensor:
 
 
 def is_finite(rows: Array) -> bool:
-    """Whether rows contain neither NaN nor infinity."""
+    """Whether an array of any stored dtype contains neither NaN nor infinity."""
     infinity = _INFINITY.get(rows.dtype.name)
     if infinity is None or not rows.size:
         return bool(np.isfinite(rows).all())

@@ -76,16 +76,18 @@ class LoaderOptions:
             if name != "epochs" or self.epochs is not None:
                 as_count(getattr(self, name), name)
         if self.dtype not in ("float32", "stored"):
-            raise ConfigError(f"expected dtype 'float32' or 'stored', found {self.dtype!r}")
+            raise ConfigError(
+                f"expected 'float32' or 'stored' as the dtype of an ActivationLoader, found {self.dtype!r}"
+            )
         if self.buffer_tokens < self.block_tokens:
             raise ConfigError(
-                f"expected buffer_tokens of at least block_tokens={self.block_tokens}, found "
-                f"{self.buffer_tokens}"
+                f"expected buffer_tokens to be at least block_tokens={self.block_tokens}, found "
+                f"buffer_tokens={self.buffer_tokens}"
             )
         object.__setattr__(self, "without", as_indices(self.without, "without"))
         # Scaled float16 or int8 rows would be rounded a second time.
         if self.normalise is not None and self.dtype == "stored":
-            raise ConfigError("expected dtype 'float32' of rows that are normalised, found 'stored'")
+            raise ConfigError("normalise= needs dtype='float32', found dtype='stored'; leave one of them out")
 
 
 class ActivationLoader:
@@ -155,15 +157,15 @@ class ActivationLoader:
         """Number of remaining batches; TypeError for an endless loader."""
         total = self._batches.total
         if total is None:
-            raise TypeError("a loader without epochs= has no length")
+            raise TypeError("an endless ActivationLoader (epochs=None) has no length; pass epochs=")
         return total - self.position
 
     def __iter__(self) -> Iterator[Arrays]:
         """Batches from `position` on. ConfigError if none is left."""
         if self._batches.epochs is not None and not len(self):
             raise ConfigError(
-                f"all {self.position} batches of {self._batches.epochs} epochs were taken; ask for more "
-                "epochs, or set position to 0"
+                f"all {self.position} batches of the loader's {self._batches.epochs} epochs were taken; make "
+                "a loader with more epochs, or set loader.position = 0 to start again"
             )
         for batch in self._batches.since(self.position):
             # Before the yield: a caller that stops here has received this batch.
@@ -181,7 +183,9 @@ class ActivationLoader:
             taken: Batches of this worker to skip.
         """
         if not 0 <= worker < workers:
-            raise ConfigError(f"expected a worker below workers={workers}, found {worker}")
+            raise ConfigError(
+                f"expected worker from 0 to {workers - 1}, as workers={workers}, found {worker}"
+            )
         # Each worker has returned `taken` batches, so together they are `taken * workers` batches further.
         for batch in self._batches.since(self.position + taken * workers, (worker, workers)):
             yield self._arrays(batch)
@@ -215,8 +219,9 @@ class ActivationLoader:
         """
         if state["identity"] != self.identity:
             raise ConfigError(
-                "expected a place in these rows in this order, found one in others; load the same runs with "
-                "the same batch, buffer_tokens, block_tokens, seed, skip_positions and without"
+                "the state to load belongs to a loader of other activations, or in another order; make the "
+                "loader from the same runs with the same batch, buffer_tokens, block_tokens, seed, "
+                "skip_positions and without"
             )
         self.position = int(state["position"])
         return self
@@ -246,12 +251,12 @@ class ActivationLoader:
 
 
 def _source(states: Any) -> StoredActivations | EndToEnd:
-    """Rows of one dataset, or of several concatenated."""
+    """The stored activations of a dataset, or of several datasets of one model, joined."""
     if isinstance(states, StoredActivations | EndToEnd):
         return states
     if isinstance(states, Sequence) and not isinstance(states, str | bytes):
         if not states:
-            raise ConfigError("expected one stored run or more, found none")
+            raise ConfigError("expected at least one stored run for an ActivationLoader, found an empty list")
         runs = [_source(state) for state in states]
         return EndToEnd(tuple(run for run in runs if isinstance(run, StoredActivations)))
     import xarray as xr
@@ -271,13 +276,13 @@ def _cells(
     variables: Sequence[str] | str | None,
     layers: Sequence[int] | None,
 ) -> dict[str, list[Cell]]:
-    """Cells of each variable: the requested ones, by default those in the (first) dataset.
+    """Variable -> (variable, layer) pairs to read: those requested, by default all of the (first) dataset.
 
     Arguments:
-        states: what the user passed.
-        source: the same as rows.
-        variables: names of variables; None for all.
-        layers: layer numbers; None for all.
+        states: What the user passed to the loader.
+        source: The same as stored activations.
+        variables: Names of variables; None for all.
+        layers: Layer numbers; None for all.
     """
     from ...store.reading.selection import as_layer
 
@@ -299,7 +304,10 @@ def _cells(
         [variables] if isinstance(variables, str) else packed if variables is None else list(variables)
     )
     if not requested:
-        raise ConfigError("expected variables with a row per token, found none; capture some")
+        raise ConfigError(
+            "expected at least one variable with a row per token to load, found none; name one, or capture "
+            "some, such as blocks.*.hook_resid_post"
+        )
     cells: dict[str, list[Cell]] = {}
     for name in requested:
         has_layers = run.entry.spec(name).layers is not None
@@ -313,22 +321,30 @@ def _normalisations(
     method: str | None,
     statistics: xr.Dataset | dict[str, xr.Dataset] | None,
 ) -> dict[Cell, Normalisation]:
-    """Normalisation of each cell; empty without a method."""
+    """(variable, layer) -> normalisation of its rows; empty without a method.
+
+    Arguments:
+        cells: Variable -> (variable, layer) pairs to read.
+        method: Name of the normalisation; None for none.
+        statistics: Statistics of the only variable, or variable -> statistics; None for none.
+    """
     if method is None and statistics is None:
         return {}
     if method is None or statistics is None:
         raise ConfigError(
-            "expected normalise= and statistics= together, found one of them; statistics are what "
-            "state_statistics(states.resid_post) gives"
+            "normalise= and statistics= belong together, found only one of them; compute the statistics, "
+            "such as state_statistics(states.resid_post), or leave both out"
         )
     by_name = statistics if isinstance(statistics, dict) else dict.fromkeys(cells, statistics)
     if len(cells) > 1 and not isinstance(statistics, dict):
         raise ConfigError(
-            f"expected statistics of each of {', '.join(cells)}, found one set; give them by variable"
+            f"the loader reads several variables, {', '.join(cells)}, which need statistics of their own, "
+            "found one set; pass statistics as a dict by variable"
         )
     if absent := [name for name in cells if name not in by_name]:
         raise ConfigError(
-            f"expected statistics of {absent[0]}, found those of {', '.join(map(str, by_name))}"
+            f"statistics of the variable {absent[0]} are missing, found those of "
+            f"{', '.join(map(str, by_name))}; add them"
         )
     return {
         cell: Normalisation.of(by_name[name], cell[1], method)

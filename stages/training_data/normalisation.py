@@ -30,43 +30,43 @@ LAYER, DIMENSION = ("layer",), ("layer", "hidden")
 DIMS = {"n": LAYER, "mean": DIMENSION, "variance": DIMENSION, "norm": LAYER, "largest_norm": LAYER}
 """Dims of each statistic."""
 NORMALISATIONS = ("expected_average_only_in", "centred", "standard")
-"""Methods; see `Normalisation.of`."""
+"""Names of the methods by which rows can be normalised; see `Normalisation.of`."""
 
 Summary = dict[str, npt.NDArray[Any]]
-"""n, norm, largest_norm [...]; mean, variance [..., hidden]."""
+"""Statistics of some rows: n, norm and largest_norm [...]; mean and variance [..., hidden]."""
 
 
 def _summary(rows: npt.NDArray[np.float32]) -> Summary:
-    """Summary of at least one row [token, hidden]."""
-    wide = rows.astype(np.float64)
-    mean, lengths = wide.mean(axis=0), np.sqrt(np.einsum("th,th->t", wide, wide))
+    """Statistics of at least one state [token, hidden]."""
+    deviations = rows.astype(np.float64)
+    mean, lengths = deviations.mean(axis=0), np.sqrt(np.einsum("th,th->t", deviations, deviations))
     # Two passes in float64: E[x^2] - E[x]^2 would cancel for large means.
-    wide -= mean
-    variance = np.einsum("th,th->h", wide, wide) / len(wide)
-    summary = {"n": len(wide), "mean": mean, "variance": variance}
+    deviations -= mean
+    variance = np.einsum("th,th->h", deviations, deviations) / len(deviations)
+    summary = {"n": len(deviations), "mean": mean, "variance": variance}
     summary |= {"norm": lengths.mean(), "largest_norm": lengths.max()}
     return {name: np.asarray(value) for name, value in summary.items()}
 
 
 def _joined(first_summary: Summary, second_summary: Summary) -> Summary:
-    """Merge the summaries of two sets of rows."""
+    """Statistics of two sets of states together, from those of each."""
     count = first_summary["n"] + second_summary["n"]
-    # Empty ranges have n = 0, and merge without a division by zero.
+    # Share of the second set; empty ranges have n = 0, and merge without a division by zero.
     share = second_summary["n"] / np.maximum(count, 1)
-    wide = share[..., None]
-    spread = (1 - wide) * first_summary["variance"] + wide * second_summary["variance"]
-    apart = second_summary["mean"] - first_summary["mean"]
+    weight = share[..., None]
+    variance_within = (1 - weight) * first_summary["variance"] + weight * second_summary["variance"]
+    difference = second_summary["mean"] - first_summary["mean"]
     return {
         "n": count,
-        "mean": first_summary["mean"] + wide * apart,
-        "variance": spread + wide * (1 - wide) * apart**2,
+        "mean": first_summary["mean"] + weight * difference,
+        "variance": variance_within + weight * (1 - weight) * difference**2,
         "norm": (1 - share) * first_summary["norm"] + share * second_summary["norm"],
         "largest_norm": np.maximum(first_summary["largest_norm"], second_summary["largest_norm"]),
     }
 
 
 def _merged(parts: list[xr.Dataset]) -> xr.Dataset:
-    """Merge the statistics of consecutive token ranges."""
+    """Merge the statistics of consecutive ranges of tokens, as datasets."""
     merged = reduce(_joined, ({name: part[name].values for name in DIMS} for part in parts))
     first_part = parts[0]
     return first_part.assign({name: first_part[name].copy(data=values) for name, values in merged.items()})
@@ -101,7 +101,7 @@ def state_statistics(states: xr.DataArray, *, skip_positions: int = 0) -> xr.Dat
     import xarray as xr
 
     states = as_layers(states)
-    is_kept, width = _after(states, skip_positions), states.sizes["hidden"]
+    is_kept, width = _is_after_skipped(states, skip_positions), states.sizes["hidden"]
     # Neutral element of the merge: a range in which every token is excluded still has a result.
     nothing: Summary = {name: np.zeros(width if "hidden" in dims else ()) for name, dims in DIMS.items()}
     nothing["n"] = np.zeros((), np.int64)
@@ -113,14 +113,15 @@ def state_statistics(states: xr.DataArray, *, skip_positions: int = 0) -> xr.Dat
     return xr.Dataset(data, coords={"layer": states["layer"]}, attrs={"skip_positions": skip_positions})
 
 
-def _after(states: xr.DataArray, skip_positions: int) -> Bools:
-    """Mask of the tokens after the first positions of their prompt, bool [token]."""
+def _is_after_skipped(states: xr.DataArray, skip_positions: int) -> Bools:
+    """Whether each token is after the first `skip_positions` positions of its prompt, bool [token]."""
     # Without a skip no coordinate is needed: states of other sources may have none.
     if not skip_positions:
         return np.ones(states.sizes["token"], bool)
     if "position" not in states.coords:
         raise ShapeError(
-            "expected a coordinate 'position' beside the states, found none; or leave skip_positions at 0"
+            "skip_positions needs the position of each state in its prompt, the coordinate 'position', "
+            "which these states lack; set skip_positions to 0"
         )
     is_kept: Bools = states["position"].values >= skip_positions
     return is_kept
@@ -128,16 +129,16 @@ def _after(states: xr.DataArray, skip_positions: int) -> Bools:
 
 @dataclass(frozen=True, eq=False)
 class Normalisation:
-    """The map (x - mean) * scale of rows [..., hidden]."""
+    """Normalises states x [..., hidden] to (x - mean) * scale."""
 
     mean: npt.NDArray[np.float32]
-    """Subtracted first, float32 [] or [hidden]."""
+    """What is subtracted from a state, float32 [] or [hidden]."""
     scale: npt.NDArray[np.float32]
-    """Factor, float32 [] or [hidden]."""
+    """Factor that is applied then, float32 [] or [hidden]."""
 
     @classmethod
     def of(cls, statistics: xr.Dataset, layer: int | None, method: str) -> Normalisation:
-        """Normalisation of the rows of a layer.
+        """Normalisation of the states of a layer by their statistics.
 
         Arguments:
             statistics: Result of `state_statistics`.
@@ -153,13 +154,14 @@ class Normalisation:
         if method not in NORMALISATIONS:
             near = nearest(method, NORMALISATIONS)
             raise ConfigError(
-                f"expected a normalisation among {', '.join(NORMALISATIONS)}, found {method!r}"
-                + (f"; nearest is {near!r}" if near else "")
+                f"expected one of {', '.join(NORMALISATIONS)} as the method of normalisation, found "
+                f"{method!r}" + (f"; did you mean {near!r}?" if near else "")
             )
         layers = np.atleast_1d(statistics["layer"].values).tolist()
         if layer is not None and layer not in layers:
             raise EntryNotFound(
-                f"expected statistics of layer {layer}, found those of {layers}; compute them"
+                f"the statistics lack layer {layer}, they are of layers {layers}; compute them with "
+                "state_statistics for that layer"
             )
         layer_statistics = (
             statistics
@@ -185,10 +187,10 @@ class Normalisation:
 
 
 def _factor(target: float, actual: float) -> npt.NDArray[np.float32]:
-    """target / actual; ConfigError where actual is 0 or NaN."""
+    """The factor target / actual as a float32 array; ConfigError if `actual` is 0 or NaN."""
     if not actual > 0:
         raise ConfigError(
-            "expected states that differ from each other and from 0, found none to scale by; "
-            "are they captured?"
+            "states cannot be normalised if all of them are equal or 0, as these statistics say; check that "
+            "the statistics are of the captured states"
         )
     return np.array(target / actual, np.float32)

@@ -28,28 +28,28 @@ _BLOCKS, _ROWS = 1, 2
 
 @dataclass(frozen=True)
 class RowStretch:
-    """Consecutive rows, in the order of reading, that lie in one window."""
+    """Consecutive rows of the shuffled order that lie in one window."""
 
     epoch: int
     """Number of the epoch, from 0."""
     window: int
-    """Number of the window within the epoch."""
+    """Number of the window within the epoch, from 0."""
     first: int
     """Number of the first row, counted over all epochs."""
     start: int
-    """First row within the permuted window."""
+    """Index of the first row within the permuted window."""
     stop: int
-    """End of the rows within the permuted window."""
+    """Index after the last row within the permuted window."""
 
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """Order of the rows of all epochs."""
+    """Shuffled order of the rows of all epochs, computed from a seed."""
 
     counts: Ints
-    """Rows per block, int64 [block]."""
+    """Number of rows of each block, int64 [block]."""
     per_window: int
-    """Blocks per window."""
+    """Number of blocks per window."""
     seed: int
     """Seed of all permutations."""
 
@@ -64,7 +64,7 @@ class Order:
         return -(-len(self.counts) // self.per_window)
 
     def blocks(self, epoch: int, window: int) -> Ints:
-        """Blocks of a window, in the order of reading.
+        """Numbers of the blocks of a window, in the order of reading, int64 [block].
 
         Arguments:
             epoch: number of the epoch.

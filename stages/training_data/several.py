@@ -42,8 +42,9 @@ class EndToEnd:
         kinds = {(run.entry.run.model, run.entry.run.hooks) for run in self.runs}
         if len(kinds) != 1:
             raise ConfigError(
-                f"expected runs of one model under one set of interventions, found {len(kinds)} kinds in "
-                f"{len(self.runs)} runs; read the others apart, or side by side where tokens are the same"
+                "runs can be joined if they have the same model and the same interventions, found "
+                f"{len(kinds)} different combinations in {len(self.runs)} runs; load them separately, or "
+                "with SideBySide if they have the same prompts"
             )
 
     @cached_property
@@ -87,7 +88,7 @@ class EndToEnd:
         return ids_by_prompt
 
     def blocks(self, size: int) -> tuple[Ints, Ints]:
-        """(starts, stops) of the blocks of all runs; no block crosses runs."""
+        """(first tokens, tokens after the last) of the blocks of all runs; no block crosses runs."""
         blocks_by_run = [run.blocks(size) for run in self.runs]
         # strict=False: `_starts` has one entry more, the end of the last run.
         moved = [
@@ -122,7 +123,9 @@ class EndToEnd:
         """Length of a row; ShapeError if runs differ."""
         widths = {run.width(cell) for run in self.runs}
         if len(widths) != 1:
-            raise ShapeError(f"expected rows of {cell[0]} of one width, found {sorted(widths)}")
+            raise ShapeError(
+                f"expected {cell[0]} to have the same width in all runs, found widths {sorted(widths)}"
+            )
         return widths.pop()
 
     def dtype(self, cell: Cell) -> np.dtype[Any]:
@@ -160,6 +163,7 @@ class EndToEnd:
         return labels
 
     def _run_of(self, tokens: Ints) -> Ints:
+        """Number of the run that each token belongs to, int64 [token]."""
         # side="right": the first token of a run belongs to it, not to the run before.
         run_numbers: Ints = np.searchsorted(self._starts, tokens, side="right") - 1
         return run_numbers
@@ -207,6 +211,7 @@ class SideBySide:
         return self._of(most_prompts), self._of(held_out)
 
     def _of(self, first_run: StoredActivations) -> SideBySide:
+        """A copy with another selection of tokens in the first run."""
         return replace(self, runs=(first_run, *self.runs[1:]))
 
     def layers(self, kind: str) -> tuple[int, ...]:
@@ -270,6 +275,7 @@ class SideBySide:
         return self.runs[0].ids(most)
 
     def _run(self, cell: Cell) -> StoredActivations:
+        """The run that a cell belongs to."""
         return self.runs[_number(cell)]
 
 
@@ -335,6 +341,7 @@ def _common_dtype(dtypes: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
 
 
 def _common(layers: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """Layer numbers that are in every one of some tuples, in ascending order."""
     return tuple(sorted(set.intersection(*map(set, layers))))
 
 
@@ -367,14 +374,15 @@ def _prompt_offsets(reference: StoredActivations, other: StoredActivations, numb
         other_row = row_by_ids.get(_ids(reference_tokens, row))
         if other_row is None:
             raise PromptError(
-                f"expected prompt {row} of run {reference.entry.digest[:12]} in run {number} as well "
-                f"({other.entry.digest[:12]}), found none with its token ids; capture the same "
-                "prompts of both models, which must share a tokenizer"
+                f"prompt {row} of run {reference.entry.digest[:12]} is not in run {number} "
+                f"({other.entry.digest[:12]}), which has no prompt with the same token ids; capture the same "
+                "prompts with both models, which must share a tokenizer"
             )
         offsets[row] = other_tokens.row_start[other_row] - reference_tokens.row_start[row]
     return offsets
 
 
 def _ids(tokens: PackedTokens, row: int) -> bytes:
+    """Token ids of a prompt as bytes, to look them up in a dict."""
     # Bytes are hashable, and a tuple of Python integers would take ten times the memory.
     return tokens.prompt(row).tobytes()

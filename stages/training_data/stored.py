@@ -1,7 +1,7 @@
-"""Rows of activations from a stored run, for selected hook points, layers and tokens.
+"""Activations of a stored run at selected hook points, layers and tokens, as rows: one vector per token.
 
 Reads memory-mapped shards of a store's entry. A cell is (hook kind, layer), as in the store. Heads are
-concatenated, so a row is one vector.
+concatenated.
 
 Axes: token (packed, as stored), width.
 """
@@ -45,9 +45,9 @@ Cell = tuple[str, int | None] | tuple[str, int | None, int]
 
 
 class TokenRows(Protocol):
-    """Source of rows: a run, or several.
+    """Protocol of stored activations, of one run or of several, as rows of selected tokens.
 
-    A block is a range of neighbouring tokens, given by its start and stop.
+    A block is a range of neighbouring tokens, given by its first token and the token after its last.
     """
 
     def blocks(self, size: int) -> tuple[Ints, Ints]:
@@ -117,11 +117,11 @@ class StoredActivations:
     def __post_init__(self) -> None:
         if self.prompts is not None and self.prompts.shape != (self.entry.tokens.n_prompts,):
             raise ShapeError(
-                f"expected a mask over {self.entry.tokens.n_prompts} prompts, found shape "
-                f"{list(self.prompts.shape)}"
+                f"expected a mask over the {self.entry.tokens.n_prompts} prompts of the run, found a mask of "
+                f"shape {list(self.prompts.shape)}"
             )
         if self.skip_positions < 0:
-            raise ConfigError(f"expected skip_positions of at least 0, found {self.skip_positions}")
+            raise ConfigError(f"expected skip_positions to be at least 0, found {self.skip_positions}")
 
     @classmethod
     def of_run(
@@ -145,7 +145,9 @@ class StoredActivations:
                 return cls(entry)
         larger = store.find_prompts(run, tokens, dtype, cells)
         if larger is None:
-            raise EntryNotFound(f"these activations are not stored in {store.address}; run the capture first")
+            raise EntryNotFound(
+                f"the activations of these prompts are not stored in {store.address}; capture them first"
+            )
         return cls(larger[0]).of_prompts(larger[1])
 
     @classmethod
@@ -162,15 +164,15 @@ class StoredActivations:
         sizes = selection.entry.tokens.row_size
         if "prompt_id" not in dataset.coords or "row_size" not in dataset.coords:
             raise ShapeError(
-                "expected a dataset with whole prompts (coordinates prompt_id and row_size), found none; "
-                "open the run, and leave tokens out with skip_positions= or without="
+                "expected a dataset of whole prompts, with the coordinates prompt_id and row_size, which "
+                "this one lacks; open the run again, and leave tokens out with skip_positions= or without="
             )
         rows = dataset["prompt_id"].values
         is_equal = np.array_equal(sizes[rows], dataset["row_size"].values)
         if not is_equal or dataset.sizes["token"] != sizes[rows].sum():
             raise ShapeError(
-                "expected whole prompts, found some tokens of them; open the run, and leave tokens out with "
-                "skip_positions= or without="
+                "expected a dataset of whole prompts, found one with only some of their tokens; open the run "
+                "again, and leave tokens out with skip_positions= or without="
             )
         return selection if len(rows) == len(sizes) else selection.of_prompts(rows.tolist())
 
@@ -193,8 +195,8 @@ class StoredActivations:
         excluded_ids = tuple(sorted(set(as_indices(tokens, "token ids"))))
         if excluded_ids and not self._has_ids:
             raise ConfigError(
-                f"run {self.entry.digest[:12]} was imported without token ids, so that none can be left out; "
-                "leave positions out"
+                f"run {self.entry.digest[:12]} was imported without token ids, so that tokens cannot be left "
+                "out by their ids; leave them out by position, with skip_positions="
             )
         return replace(self, skip_positions=positions, without=excluded_ids)
 
@@ -221,7 +223,8 @@ class StoredActivations:
         selected = np.flatnonzero(self.chosen)
         if len(selected) < 2:
             raise PromptError(
-                "expected at least two prompts to hold some out, found one; set validation to 0"
+                "holding out prompts for validation needs at least two prompts, found one; capture more "
+                "prompts, or set validation to 0"
             )
         count = min(len(selected) - 1, max(1, round(share * len(selected))))
         drawn = np.random.default_rng([seed, len(selected)]).permutation(selected)[:count]
@@ -244,7 +247,10 @@ class StoredActivations:
         for kind, layer, *_ in cells:
             spec = self.entry.spec(kind)
             if spec.packed != "token":
-                raise ShapeError(f"expected one row per token, found {kind} with axes {list(spec.dims)}")
+                raise ShapeError(
+                    f"training reads variables with one row per token, found {kind} with the axes "
+                    f"{list(spec.dims)}; leave it out"
+                )
             if self.entry.record(kind, layer) is None:
                 missing.setdefault(kind, []).append(layer)
         if missing:
@@ -253,7 +259,8 @@ class StoredActivations:
                 for kind, layer_numbers in missing.items()
             )
             raise EntryNotFound(
-                f"run {self.entry.digest[:12]} has not all of {missing_text}; capture it first"
+                f"run {self.entry.digest[:12]} does not hold {missing_text}, or not for all prompts; capture "
+                "it first"
             )
 
     def width(self, cell: Cell) -> int:
@@ -295,7 +302,7 @@ class StoredActivations:
     def tokens(self, start: int, stop: int) -> Ints:
         """Selected tokens of a block, ascending: of selected prompts, without skipped positions and ids."""
         token_range = np.arange(start, stop)
-        prompt, position = self._places(token_range)
+        prompt, position = self._prompt_and_position(token_range)
         is_kept = self.chosen[prompt] & (position >= self.skip_positions)
         if self.without:
             is_kept &= ~np.isin(self.entry.tokens.ids[start:stop], self.without)
@@ -322,7 +329,7 @@ class StoredActivations:
 
     def labels(self, tokens: Ints) -> dict[str, npt.NDArray[Any]]:
         """run, prompt, position and token_id per token, int64; token_id is -1 if unknown."""
-        prompt, position = self._places(tokens)
+        prompt, position = self._prompt_and_position(tokens)
         ids = np.full(len(tokens), -1, np.int64)
         return {
             "run": np.zeros(len(tokens), np.int64),
@@ -348,7 +355,7 @@ class StoredActivations:
             segment_tokens = tokens[begin:end]
             segment = int(segment_tokens[0]) // length
             shard = self.entry.values(cell[0], cell[1], segment)
-            for offset, rows in _pieces(shard, segment_tokens - segment * length):
+            for offset, rows in _row_pieces(shard, segment_tokens - segment * length):
                 # Checked here, where prompt and position are known; a NaN in a training would only show as a
                 # loss.
                 if not is_finite(rows):
@@ -365,8 +372,8 @@ class StoredActivations:
         """First token of each prompt, int64 [prompt]."""
         return self.entry.tokens.row_start
 
-    def _places(self, tokens: Ints) -> tuple[Ints, Ints]:
-        """(prompt, position within it) of each token."""
+    def _prompt_and_position(self, tokens: Ints) -> tuple[Ints, Ints]:
+        """(index of the prompt, position within the prompt) of each token, int64 [token] each."""
         # side="right" - 1: the last prompt that starts at or before the token.
         prompt = np.searchsorted(self._starts, tokens, side="right") - 1
         return prompt, tokens - self._starts[prompt]
@@ -387,8 +394,9 @@ class StoredActivations:
         return tokens_before
 
     def _not_finite(self, cell: Cell, tokens: Ints, rows: npt.NDArray[Any]) -> ShapeError:
+        """Error that names prompt and position of the first row with a NaN or infinity."""
         row = int(np.flatnonzero(~np.isfinite(rows.reshape(len(rows), -1)).all(axis=1))[0])
-        prompt, position = (int(values[row]) for values in self._places(tokens))
+        prompt, position = (int(values[row]) for values in self._prompt_and_position(tokens))
         return ShapeError(
             f"expected finite activations, found NaN or infinity in {cell[0]} of layer {cell[1]}, prompt "
             f"{prompt}, position {position} of run {self.entry.digest[:12]}; capture it in a wider dtype, or "
@@ -396,7 +404,7 @@ class StoredActivations:
         )
 
 
-def _pieces(shard: ShardRows | RestoredRows, rows: Ints) -> list[tuple[int, Array]] | Any:
+def _row_pieces(shard: ShardRows | RestoredRows, rows: Ints) -> list[tuple[int, Array]] | Any:
     """(offset, rows) of ascending rows of a shard: views of the memory map if consecutive, else a copy."""
     # Consecutive rows are read through views of the map, and the caller copies them once.
     if rows[-1] - rows[0] + 1 == len(rows):

@@ -30,7 +30,7 @@ __all__ = ["ActivationDataset", "SharedBatches"]
 
 
 class SharedBatches(Protocol):
-    """Protocol of batch sources for DataLoader workers, such as `ActivationLoader`."""
+    """Protocol of sources whose batches several DataLoader workers share, such as `ActivationLoader`."""
 
     def __len__(self) -> int:
         """Number of remaining batches."""
@@ -39,17 +39,17 @@ class SharedBatches(Protocol):
     def shared(
         self, worker: int, workers: int, *, taken: int = 0
     ) -> Iterator[dict[str, npt.NDArray[np.generic]]]:
-        """Batches of one worker.
+        """Batches that one worker makes.
 
         Arguments:
-            worker: number of the worker.
-            workers: number of workers.
-            taken: first batches of this worker to skip.
+            worker: Number of the worker, from 0.
+            workers: Number of workers.
+            taken: Number of batches of this worker to skip at the beginning.
         """
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """State for `load_state_dict`."""
+        """The position, as values that `load_state_dict` restores."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:

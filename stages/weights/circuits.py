@@ -49,7 +49,9 @@ __all__ = [
 def key_queries(
     weights: Matrices, layer: int, head: int, *, offset: int = 0, length: int | None = None
 ) -> tuple[Array, Array]:
-    """Query and key matrix of a head, each [hidden, d_head]; scores are (x W_Q) . (y W_K) of the two streams.
+    """Query and key matrix of a head, each [hidden, d_head].
+
+    The attention score between a query stream x and a key stream y is (x W_Q) . (y W_K).
 
     Arguments:
         weights: matrices of the model.
@@ -59,13 +61,13 @@ def key_queries(
         length: prompt length, for rope that depends on it; see `turned_queries`.
 
     Raises:
-        ConfigError: for scores that are not bilinear in the stream.
+        ConfigError: the head's scores are not bilinear in the stream.
     """
     heads = heads_in(weights.config, layer)
-    if operation := _between(heads):
+    if operation := _operation_on_queries_and_keys(heads):
         raise ConfigError(
-            f"expected scores that are products of queries and keys, found them {operation} in layer {layer} "
-            f"of {weights.config.model_type}; such heads have no QK circuit, use OV circuits"
+            f"heads of layer {layer} of {weights.config.model_type} have no QK circuit, because their "
+            f"queries and keys are {operation} before they are multiplied; use OV circuits"
         )
     query, key = (weights.projection(part, layer, head).matrix for part in ("q", "k"))
     return turned_queries(heads.rope, query, offset, length), key
@@ -73,11 +75,11 @@ def key_queries(
 
 def has_scores(config: Architecture) -> bool:
     """Whether the scores of all heads of a model are bilinear in the stream."""
-    return not any(_between(heads_in(config, layer)) for layer in attending(config))
+    return not any(_operation_on_queries_and_keys(heads_in(config, layer)) for layer in attending(config))
 
 
-def _between(heads: AttentionSpec) -> str:
-    """Operation on queries and keys between projections and scores, besides rope; empty for none."""
+def _operation_on_queries_and_keys(heads: AttentionSpec) -> str:
+    """What is done to queries and keys between projections and scores, besides rope; "" for nothing."""
     # Both depend on more than the stream at one position, so no fixed matrix gives the score.
     if heads.qk_norm is not None:
         return "normed"
@@ -124,7 +126,7 @@ def qk_of_tokens(
     length: int | None = None,
     block: int = BLOCK,
 ) -> FactoredMatrix:
-    """QK circuit through the embedding, [query_token, key_token].
+    """QK circuit of a head through the embedding, [query_token, key_token]: scores between tokens.
 
     Arguments:
         weights: matrices of the model.
@@ -155,7 +157,7 @@ def ov_of_tokens(weights: Matrices, layer: int, head: int, *, block: int = BLOCK
 
 
 def bigrams(weights: Matrices, *, block: int = BLOCK) -> FactoredMatrix:
-    """Direct path from embedding to unembedding, [source_token, target_token].
+    """Direct path from embedding to unembedding, [source_token, target_token]: logits without any layer.
 
     Arguments:
         weights: matrices of the model.
@@ -171,16 +173,16 @@ def mlp_to_mlp(weights: Matrices, source: int, layer: int, *, part: str = "up") 
     """Virtual weights from neurons of an earlier MLP to neurons of a later one, [mlp, target_mlp].
 
     Arguments:
+        weights: matrices of the model.
         source: layer of the MLP that writes.
         layer: layer of the MLP that reads.
         part: input matrix of the reading MLP: "up", or "gate" of a gated MLP.
-        weights: matrices of the model.
 
     Raises:
-        ConfigError: unless `source` is before `layer`.
+        ConfigError: `source` is not before `layer`.
     """
     _require_before(source, layer)
-    written, read = weights.mlp_out(source).matrix, _of_part(weights.mlp_in(layer), part)
+    written, read = weights.mlp_out(source).matrix, _input_matrix(weights.mlp_in(layer), part)
     return FactoredMatrix(written, read, ("mlp", "target_mlp"))
 
 
@@ -189,38 +191,41 @@ def head_to_mlp(weights: Matrices, source: int, head: int, layer: int, *, part: 
 
     Arguments:
         weights: matrices of the model.
-        head: index of the head.
         source: layer of the head; may equal `layer` unless attention and MLP are parallel.
+        head: index of the head.
         layer: layer of the MLP.
         part: input matrix of the MLP: "up", or "gate" of a gated MLP.
     """
     _require_before(source, layer, same_layer=not weights.config.layers[layer].is_parallel)
     ov = ov_circuit(weights, source, head)
     return FactoredMatrix.product(
-        ov.left, ov.right, _of_part(weights.mlp_in(layer), part), dims=("source", "mlp")
+        ov.left, ov.right, _input_matrix(weights.mlp_in(layer), part), dims=("source", "mlp")
     )
 
 
 def feature_to_head(
     weights: Matrices, written: Array, layer: int, head: int, *, part: str = "v", offset: int = 0
 ) -> FactoredMatrix:
-    """Effect of features on a head.
+    """Effect of dictionary features on a head: what it writes, or where it attends, if it reads a feature.
 
     Arguments:
         weights: matrices of the model.
+        written: decoder vectors of the features, [feature, hidden].
         layer: layer of the head.
         head: index of the head.
-        written: decoder rows [feature, hidden].
-        part: "v" for what the head writes for each feature [feature, target], "q" for the keys that it then
-            attends to [feature, key], "k" for the queries that then attend to it [feature, query].
+        part: "v" for what the head writes for each feature [feature, target], "q" for the key directions that
+            a query with the feature attends to [feature, key], "k" for the query directions that attend to a
+            key with the feature [feature, query].
         offset: distance from the key to its query, with rope.
 
     Raises:
-        ConfigError: for another part.
+        ConfigError: another part.
     """
     rows = np.asarray(written)
     if part not in ("q", "k", "v"):
-        raise ConfigError(f"expected part 'q', 'k' or 'v' of a head, found {part!r}")
+        raise ConfigError(
+            f"expected 'q', 'k' or 'v' as the part of a head that reads features, found {part!r}"
+        )
     if part == "v":
         circuit = ov_circuit(weights, layer, head)
     else:
@@ -230,17 +235,22 @@ def feature_to_head(
     return FactoredMatrix.product(rows, circuit.left, circuit.right, dims=dims)
 
 
-def _of_part(inputs: Mapping[str, Any], part: str) -> Array:
+def _input_matrix(inputs: Mapping[str, Any], part: str) -> Array:
+    """Input matrix [hidden, mlp] of an MLP, by name ("up" or "gate"); ConfigError if the MLP has none."""
     if part not in inputs:
-        raise ConfigError(f"expected a part among {', '.join(inputs)} of the MLP, found {part!r}")
+        raise ConfigError(
+            f"this MLP has the input matrices {', '.join(inputs)}, found part={part!r}; name one of them"
+        )
     matrix: Array = inputs[part].matrix
     return matrix
 
 
 def _require_before(source: int, layer: int, *, same_layer: bool = False) -> None:
+    """Raise ConfigError unless what a part in layer `source` writes can be read in `layer`."""
     if source > layer or (source == layer and not same_layer):
         raise ConfigError(
-            f"expected a part that is computed before what reads it, found layer {source} read in {layer}"
+            f"virtual weights lead from a layer to a later one, found source layer {source} and reading "
+            f"layer {layer}; choose a reading layer after the source"
         )
 
 
@@ -257,6 +267,14 @@ def _unembedded(weights: Matrices, matrix: Array, block: int) -> Any:
 
 
 def _by_rows(read: Any, weights: Matrices, width: int, block: int) -> Any:
+    """Dask array [vocab, width] whose blocks of vocabulary rows `read` computes on access.
+
+    Arguments:
+        read: function from a slice of the vocabulary to these rows.
+        weights: matrices of the model.
+        width: number of columns.
+        block: vocabulary rows per block.
+    """
     import dask.array as da
     from dask.delayed import delayed
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["MODES", "composition_scores"]
 
 MODES = ("Q", "K", "V")
-"""Input of the later head that reads."""
+"""Modes of composition: the later head reads what the earlier one wrote as query, key or value."""
 PAIRS = ("mode", "source_layer", "source_head", "layer", "head")
 """Dims of one value per mode and pair of heads."""
 
@@ -61,30 +61,33 @@ def composition_scores(
 
     Arguments:
         weights: matrices of the model.
-        modes: which of "Q", "K", "V".
+        modes: modes of composition to compute, from `MODES`.
         controls: number of random heads that replace each writing head.
-        seed: of the random heads.
+        seed: seed of the random heads.
 
     Returns:
         float64; layers without attention are left out. `share_as_large` counts the pair itself, so it is
         never 0.
 
     Raises:
-        ConfigError: for an unknown mode, or heads without QK or OV circuits.
+        ConfigError: an unknown mode, or heads without QK or OV circuits.
     """
     import xarray as xr
 
-    if unknown := [mode for mode in modes if mode not in MODES] or not modes:
-        raise ConfigError(f"expected modes among {', '.join(MODES)}, found {unknown or 'none'}")
+    if not modes or any(mode not in MODES for mode in modes):
+        raise ConfigError(
+            f"expected at least one of {', '.join(MODES)} as the modes of composition, found {list(modes)}"
+        )
     layers = attending(weights.config)
     heads = heads_in(weights.config, layers[0]).num_attention_heads
-    reads = [_reads(weights, layer, modes) for layer in layers]
+    reads = [_reading_factors(weights, layer, modes) for layer in layers]
     reads_32 = [layer_reads.astype(np.float32) for layer_reads in reads]
     shape = (len(modes), len(layers), heads, len(layers), heads)
     score, control_sums, n_as_large = np.full(shape, np.nan), np.zeros(shape), np.zeros(shape)
     largest = np.full((len(modes), controls), np.nan)
     ov_norm = np.zeros((len(layers), heads))
     for i, source in enumerate(layers):
+        # With V = Q R, the OV circuit V O has the norms of R O.
         written = _triangles(_values(weights, source)) @ _outputs(weights, source)
         ov_norm[i] = _norms(written)
         scores = _scores(written, reads[i + 1 :], len(modes))
@@ -116,12 +119,19 @@ def composition_scores(
     )
 
 
-def _reads(weights: Matrices, layer: int, modes: Sequence[str]) -> Floats:
-    """Matrices with which the heads of a layer read, normalised, as factors of their circuits: [mode, head,
-    hidden, d_head].
+def _reading_factors(weights: Matrices, layer: int, modes: Sequence[str]) -> Floats:
+    """For each mode, a matrix [hidden, d_head] that stands for the circuit with which a head reads.
 
-    Each is the reading matrix times the transposed triangle of the rest of the circuit, divided by the
-    circuit's norm.
+    It has the same products' norms as the circuit divided by the circuit's norm: it is the reading matrix
+    times the transposed triangle of the rest of the circuit, divided by that norm.
+
+    Arguments:
+        weights: matrices of the model.
+        layer: layer of the reading heads.
+        modes: modes of composition.
+
+    Returns:
+        float64 [mode, head, hidden, d_head].
     """
     heads = range(heads_in(weights.config, layer).num_attention_heads)
     by_mode: dict[str, Floats] = {}
@@ -138,19 +148,25 @@ def _reads(weights: Matrices, layer: int, modes: Sequence[str]) -> Floats:
 
 
 def _joined(read: Array, other: Array) -> Floats:
-    """[head, hidden, d_head] with the Frobenius norms of read @ other^T, [head, hidden, hidden]."""
+    """Matrices [head, hidden, d_head] with the same Frobenius norms as the products read @ other^T.
+
+    Arguments:
+        read: [head, hidden, d_head].
+        other: [head, hidden, d_head].
+    """
     # other = Q R with orthonormal Q, which changes no norm: |read other^T| = |read R^T|.
     joined: Floats = read @ np.swapaxes(_triangles(other), 1, 2)
     return joined
 
 
 def _scores(written: Array, reads: Sequence[Array], modes: int) -> Floats:
-    """Composition scores [mode, source head, layer, head].
+    """Composition scores of the heads of one layer with those of later layers, [mode, source head, layer,
+    head].
 
     Arguments:
-        written: writing matrix of each source head times the triangle of its value matrix, [source head,
-            d_head, hidden].
-        reads: normalised reading matrices of each later layer, from `_reads`.
+        written: triangle of each source head's value matrix times its output matrix, [source head, d_head,
+            hidden].
+        reads: for each later layer the result of `_reading_factors`.
         modes: number of modes.
     """
     heads, size, hidden = written.shape
@@ -164,17 +180,21 @@ def _scores(written: Array, reads: Sequence[Array], modes: int) -> Floats:
         # One product of all writing heads with all reading heads of a layer: one BLAS call, not heads^2
         # calls.
         products = flat @ np.moveaxis(layer_reads, 2, 0).reshape(hidden, -1)
-        squares = np.square(products).reshape(heads, size, modes, layer_reads.shape[1], -1).sum(axis=(1, 4))
+        products = products.reshape(heads, size, modes, layer_reads.shape[1], -1)
+        # By einsum along the last, contiguous axis: `square` and `sum` take as long as the product itself.
+        squares = np.einsum("...i,...i->...", products, products).sum(axis=1)
         scores[:, :, j] = np.sqrt(squares).swapaxes(0, 1)
     return scores
 
 
 def _values(weights: Matrices, layer: int) -> Floats:
+    """Value matrices of the heads of a layer, float64 [head, hidden, d_head]."""
     heads = range(heads_in(weights.config, layer).num_attention_heads)
     return np.stack([weights.projection("v", layer, head).matrix for head in heads]).astype(np.float64)
 
 
 def _outputs(weights: Matrices, layer: int) -> Floats:
+    """Output matrices of the heads of a layer, float64 [head, d_head, hidden]."""
     heads = range(heads_in(weights.config, layer).num_attention_heads)
     return np.stack([weights.output(layer, head) for head in heads]).astype(np.float64)
 
@@ -185,5 +205,6 @@ def _triangles(tall: Array) -> Floats:
 
 
 def _norms(matrices: Array) -> Floats:
+    """Frobenius norms of matrices [..., row, column], [...]."""
     norms: Floats = np.linalg.norm(matrices, axis=(-2, -1))
     return norms

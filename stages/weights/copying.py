@@ -54,12 +54,12 @@ HEADS = ("layer", "head")
 def copying_scores(*, weights: Matrices, controls: int = 50, seed: int = 0) -> xr.Dataset:
     """Copying scores of all heads, and of random heads of equal singular values.
 
-    Layers without attention are left out. A head that writes nothing has NaN.
+    Layers without attention are left out. A head that writes nothing has the score NaN.
 
     Arguments:
         weights: matrices of the model.
-        controls: random heads per head.
-        seed: of the random heads.
+        controls: number of random heads per head.
+        seed: seed of the random heads.
     """
     import xarray as xr
 
@@ -79,11 +79,11 @@ def copying_scores(*, weights: Matrices, controls: int = 50, seed: int = 0) -> x
             norm[i, head] = np.sqrt(np.square(singular).sum())
             top[i, head] = np.square(singular[0] / norm[i, head]) if norm[i, head] else np.nan
             # (U E) V once per head, shared by all controls.
-            through = gram @ value
-            copying[i, head] = eigenvalue_positivity(written @ through)
+            gram_times_value = gram @ value
+            copying[i, head] = eigenvalue_positivity(written @ gram_times_value)
             random = RandomWriters.of(written)
             for draw in range(controls):
-                control[i, head, draw] = eigenvalue_positivity(random.draw(rng) @ through)
+                control[i, head, draw] = eigenvalue_positivity(random.draw(rng) @ gram_times_value)
     return xr.Dataset(
         {
             "copying": (HEADS, copying),
@@ -107,7 +107,8 @@ def eigenvalue_positivity(matrix: Array) -> float:
 
 
 def vocabulary_gram(weights: Matrices) -> Floats:
-    """Sum over tokens of unembedding^T embedding, float64 [target hidden, source hidden]."""
+    """Sum over all tokens of the outer product of unembedding and embedding, float64 [target hidden, source
+    hidden]."""
     gram = np.zeros((weights.config.hidden_size, weights.config.hidden_size))
     for rows in vocabulary_blocks(weights.config):
         # float64: float32 would lose digits in a sum over the vocabulary, and eigenvalues are sensitive to

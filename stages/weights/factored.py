@@ -36,18 +36,18 @@ BLOCK = 2048
 
 @dataclass(frozen=True, eq=False)
 class FactoredMatrix:
-    """The product of `left` and `right`.
+    """The matrix product of `left` and `right`, which is evaluated only on request.
 
     Raises:
-        ShapeError: for factors that cannot be multiplied.
+        ShapeError: the factors cannot be multiplied.
     """
 
     left: Any
-    """Numpy or dask array [row, inner]."""
+    """Left factor, numpy or dask array [row, inner]."""
     right: Any
-    """Numpy or dask array [inner, column]."""
+    """Right factor, numpy or dask array [inner, column]."""
     dims: tuple[str, str] = ("row", "column")
-    """Names of rows and columns."""
+    """Names of the dims of the product: rows and columns."""
 
     # Without this, `array @ matrix` is taken by numpy instead of `__rmatmul__`.
     __array_ufunc__ = None
@@ -56,7 +56,8 @@ class FactoredMatrix:
         shapes = tuple(np.shape(factor) for factor in (self.left, self.right))
         if any(len(shape) != 2 for shape in shapes) or shapes[0][1] != shapes[1][0]:
             raise ShapeError(
-                f"expected factors [row, inner] and [inner, column], found {shapes[0]} and {shapes[1]}"
+                "expected two factors of shapes [row, inner] and [inner, column], found shapes "
+                f"{shapes[0]} and {shapes[1]}"
             )
 
     @classmethod
@@ -71,16 +72,19 @@ class FactoredMatrix:
             ShapeError: for fewer than two matrices, or matrices that cannot be multiplied.
         """
         if len(matrices) < 2:
-            raise ShapeError(f"expected at least two matrices to multiply, found {len(matrices)}")
+            raise ShapeError(
+                f"a factored matrix needs at least two matrices to multiply, found {len(matrices)}"
+            )
         for matrix, next_matrix in pairwise(matrices):
             if len(np.shape(matrix)) != 2 or np.shape(matrix)[1] != np.shape(next_matrix)[0]:
                 raise ShapeError(
-                    f"expected matrices that can be multiplied, found {np.shape(matrix)} before "
-                    f"{np.shape(next_matrix)}"
+                    f"these matrices cannot be multiplied: shape {np.shape(matrix)} is followed by shape "
+                    f"{np.shape(next_matrix)}, whose number of rows differs from the number of columns before"
                 )
         # The rank is at most the narrowest inner dimension; factors of that width are the smallest.
         cut = min(range(1, len(matrices)), key=lambda i: np.shape(matrices[i])[0])
-        return cls(_outwards(matrices[:cut][::-1], left=True), _outwards(matrices[cut:], left=False), dims)
+        left = _product_from_split(matrices[:cut][::-1], is_left=True)
+        return cls(left, _product_from_split(matrices[cut:], is_left=False), dims)
 
     # -- structure
 
@@ -186,9 +190,9 @@ class FactoredMatrix:
             ShapeError: for a matrix that is not square.
         """
         if self.shape[0] != self.shape[1]:
-            raise ShapeError(f"expected a square matrix to have eigenvalues, found {self.shape}")
+            raise ShapeError(f"only a square matrix has eigenvalues, found shape {self.shape}")
         # eig(A B) and eig(B A) agree but for zeros, and B A is only [inner, inner].
-        core = _computed(_wide(self.right) @ _wide(self.left))
+        core = _computed(_as_float64(self.right) @ _as_float64(self.left))
         values: Array = np.linalg.eigvals(core).astype(np.complex128)
         return values[np.argsort(-np.abs(values), kind="stable")]
 
@@ -203,18 +207,19 @@ class FactoredMatrix:
         return float(self.singular_values.max(initial=0.0))
 
 
-def _outwards(matrices: Sequence[Any], *, left: bool) -> Any:
-    """Product of the matrices on one side of the split.
+def _product_from_split(matrices: Sequence[Any], *, is_left: bool) -> Any:
+    """Product of the matrices on one side of the split, ordered from the split outwards.
 
     Multiplication starts at the split, so that no intermediate result is wider than the narrowest dimension.
     """
     product, *others = matrices
     for matrix in others:
-        product = matrix @ product if left else product @ matrix
+        product = matrix @ product if is_left else product @ matrix
     return product
 
 
-def _wide(factor: Any) -> Any:
+def _as_float64(factor: Any) -> Any:
+    """A numpy or dask array converted to float64."""
     return factor.astype(np.float64)
 
 
@@ -224,6 +229,7 @@ def _computed(values: Any) -> Array:
 
 
 def _row_blocks(factor: Any) -> Iterator[Any]:
+    """Rows of a factor in blocks: the chunks of a dask array, or all rows of a numpy array."""
     sizes = factor.chunks[0] if hasattr(factor, "chunks") else (len(factor),)
     start = 0
     for size in sizes:
@@ -239,14 +245,15 @@ def _triangle(factor: Any) -> Floats:
     """
     triangle: Floats = np.empty((0, factor.shape[1]))
     for block in _row_blocks(factor):
-        triangle = np.asarray(np.linalg.qr(np.concatenate([triangle, _computed(_wide(block))]), mode="r"))
+        stacked = np.concatenate([triangle, _computed(_as_float64(block))])
+        triangle = np.asarray(np.linalg.qr(stacked, mode="r"))
     return triangle
 
 
 def _qr(factor: Any) -> tuple[Any, Floats]:
     """Q [row, rank] and R [rank, inner]; Q is a dask array where the factor is one."""
     if not hasattr(factor, "compute"):
-        q, r = np.linalg.qr(_wide(factor))
+        q, r = np.linalg.qr(_as_float64(factor))
         return q, r
     import dask.array as da
 
@@ -258,5 +265,5 @@ def _qr(factor: Any) -> tuple[Any, Floats]:
     size = max(inner, *factor.chunks[0])
     cuts = [*range(0, max(1, rows - size), size), rows]
     chunks = tuple(end - start for start, end in pairwise(cuts))
-    q, r = da.linalg.qr(_wide(factor).rechunk((chunks, -1)))
+    q, r = da.linalg.qr(_as_float64(factor).rechunk((chunks, -1)))
     return q, _computed(r)

@@ -43,15 +43,15 @@ class FoldedMatrices:
     """
 
     plain: PlainMatrices
-    """Matrices as stored."""
+    """The matrices as the checkpoint stores them."""
     norms: bool = True
-    """Whether gains, biases and mean subtraction of norms are folded in."""
+    """Whether gain, bias and mean subtraction of norms are folded into the matrices that read them."""
     value_biases: bool = True
-    """Whether value biases are folded into the output bias."""
+    """Whether value biases are folded into the output bias of attention."""
     writing: bool = True
-    """Whether means over hidden are removed from everything that is written to the stream."""
+    """Whether the mean over hidden is removed from everything that is written to the stream."""
     unembeddings: bool = True
-    """Whether the mean logit is removed from the unembedding."""
+    """Whether the mean over the vocabulary is removed from the unembedding, and so from the logits."""
 
     @property
     def config(self) -> Architecture:
@@ -59,7 +59,7 @@ class FoldedMatrices:
         return self.plain.config
 
     def projection(self, part: Part, layer: int, head: int) -> Affine:
-        """As `Matrices.projection`, with the norm before attention folded in.
+        """Query, key or value matrix of a head and its bias, with the norm before attention folded in.
 
         Arguments:
             part: "q", "k" or "v".
@@ -73,7 +73,7 @@ class FoldedMatrices:
         return folded
 
     def output(self, layer: int, head: int) -> Array:
-        """As `Matrices.output`, with the norm after attention folded in.
+        """Output matrix of a head, [d_head, hidden], with the norm after attention folded in.
 
         Arguments:
             layer: layer of the head.
@@ -122,11 +122,13 @@ class FoldedMatrices:
         return added
 
     def embedding(self, rows: slice | Array = slice(None)) -> Array:
-        """Embedding rows [vocab, hidden], without their mean over hidden where that is folded."""
+        """Embeddings of some tokens [vocab, hidden]; without their mean over hidden if `writing` is
+        folded."""
         return self._centred(self.plain.embedding(rows))
 
     def positions(self) -> Array:
-        """Learned position embeddings [position, hidden], without their mean over hidden where folded."""
+        """Learned position embeddings [position, hidden]; without their mean over hidden if `writing` is
+        folded."""
         return self._centred(self.plain.positions())
 
     def unembedding(self, rows: slice | Array = slice(None)) -> Affine:
@@ -142,6 +144,7 @@ class FoldedMatrices:
 
     @property
     def _centres_logits(self) -> bool:
+        """Whether the mean over the vocabulary is removed from the unembedding."""
         # A soft cap (tanh) is not invariant to a constant added to all logits.
         return self.unembeddings and self.config.final_logit_softcapping is None
 
@@ -157,41 +160,68 @@ class FoldedMatrices:
         return matrix / self.config.vocab_size, bias / self.config.vocab_size
 
     def _folds_values(self, layer: int) -> bool:
+        """Whether the value biases of a layer are folded into its output bias."""
         # A sink takes a part of the attention weight, so the biases no longer add a constant.
         return self.value_biases and not heads_in(self.config, layer).attention_sinks
 
     @cached_property
     def _centres_writing(self) -> bool:
         """Whether the mean of the stream over hidden has no effect, as every norm subtracts it."""
-        places = {layer.norms for layer in self.config.layers}
-        return self.writing and self.norms and self.config.norm_type == "layer" and places == {"before"}
+        norm_placements = {layer.norms for layer in self.config.layers}
+        is_layer_norm = self.config.norm_type == "layer"
+        return self.writing and self.norms and is_layer_norm and norm_placements == {"before"}
 
     def _read_through(self, norm: str, layer: int, affine: Affine) -> Affine:
+        """A map of a layer with the norm that it reads through folded in.
+
+        Arguments:
+            norm: name of the norm, "ln1" or "ln2".
+            layer: layer number.
+            affine: the map as stored.
+
+        Raises:
+            ConfigError: the layer normalises the residual stream itself (post-norm).
+        """
         if not self.norms:
             return affine
         if self.config.layers[layer].norms == "of stream":
             raise ConfigError(
-                f"expected norms before or after a part, found norms of the stream itself in layer {layer} "
-                f"of {self.config.model_type}, which cannot be folded; use plain matrices"
+                f"norms cannot be folded into the matrices of layer {layer} of {self.config.model_type}, "
+                "because it normalises the residual stream itself (post-norm); use plain matrices, "
+                "StoredMatrices.of(…, folded=False)"
             )
         return _through(self.plain.norm(norm, layer), affine)
 
     def _written(self, norm: str, layer: int, rows: Array) -> Array:
-        """Rows [..., hidden] as the norm after their part adds them to the stream, without its division."""
-        behind = self.plain.norm(norm, layer) if self.norms else None
-        if behind is not None:
+        """What attention or MLP write, [row, hidden], with the norm after them folded in except its division.
+
+        Arguments:
+            norm: name of the norm, "ln1_post" or "ln2_post"; nothing is folded if the model has none.
+            layer: layer number.
+            rows: what is written, as stored.
+        """
+        norm_after = self.plain.norm(norm, layer) if self.norms else None
+        if norm_after is not None:
             rows = rows.astype(np.float64)
-            rows = (rows - rows.mean(axis=1, keepdims=True) if behind.is_centring else rows) * behind.gain
+            if norm_after.is_centring:
+                rows = rows - rows.mean(axis=1, keepdims=True)
+            rows = rows * norm_after.gain
         return self._centred(rows)
 
     def _centred(self, rows: Array) -> Array:
+        """Rows [row, hidden] as float32, without their mean over hidden if `writing` is folded."""
         if self._centres_writing:
             rows = rows - rows.mean(axis=1, keepdims=True, dtype=np.float64)
         return rows.astype(np.float32)
 
 
 def _through(norm: Norm | None, affine: Affine) -> Affine:
-    """An affine map behind a norm, as the map of the stream after the norm's division (and nothing else)."""
+    """Fold a norm into the affine map that reads through it: all of the norm except its division.
+
+    Arguments:
+        norm: the norm; None returns the map unchanged.
+        affine: the map of the normalised stream.
+    """
     if norm is None:
         return affine
     matrix = affine.matrix.astype(np.float64)

@@ -42,7 +42,7 @@ __all__ = [
 Part = Literal["q", "k", "v"]
 """Queries, keys or values of a head."""
 ROWS = 4096
-"""Vocabulary rows read at a time: 64 MiB of float32 in a stream of 4096."""
+"""Number of vocabulary rows that are read at a time: 64 MiB of float32 in a stream of width 4096."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,19 +50,19 @@ class Affine:
     """An affine map y = x matrix + bias."""
 
     matrix: Array
-    """[in, out]."""
+    """The matrix, [in, out]."""
     bias: Array
-    """[out]; zeros without a bias."""
+    """The bias, [out]; zeros for a map without a bias."""
 
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """Parameters of a norm."""
+    """Parameters of a norm of the residual stream."""
 
     gain: Array
-    """Factor after the division, float32 [hidden]."""
+    """Factor that is applied after the division, float32 [hidden]."""
     bias: Array
-    """Added after the gain, float32 [hidden]; zeros without a bias."""
+    """Bias that is added after the gain, float32 [hidden]; zeros for a norm without a bias."""
     is_centring: bool
     """Whether the mean over hidden is subtracted first (layer norm), or not (RMS norm)."""
 
@@ -124,9 +124,9 @@ class Matrices(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PlainMatrices:
-    """`Matrices` of a checkpoint without folding.
+    """The `Matrices` of a checkpoint as stored, without folding.
 
-    Methods raise ConfigError for a layer without the requested part.
+    Methods raise ConfigError for a layer that lacks the requested matrix.
     """
 
     checkpoint: Checkpoint
@@ -140,8 +140,9 @@ class PlainMatrices:
         # Layers of an encoder write to other positions than those that its decoder reads.
         if self.config.target_start is not None:
             raise ConfigError(
-                f"expected a model of one sequence, whose layers all read one stream, found "
-                f"{self.config.model_type}, an encoder with a decoder; its matrices form no circuits here"
+                "circuits are computed for models whose layers all read and write one residual stream, found "
+                f"{self.config.model_type}, an encoder with a decoder; choose a decoder-only or "
+                "encoder-only model"
             )
 
     def projection(self, part: Part, layer: int, head: int) -> Affine:
@@ -155,7 +156,7 @@ class PlainMatrices:
         heads = heads_in(self.config, layer)
         if not 0 <= head < heads.num_attention_heads:
             raise ConfigError(
-                f"expected a head in 0..{heads.num_attention_heads - 1} of layer {layer}, found {head}"
+                f"expected a head in 0..{heads.num_attention_heads - 1} of layer {layer}, found head {head}"
             )
         _require_linear(self.config, layer, heads)
         weight, rows = _rows(heads, part, head, fused="qkv" in self.config.tensors.layers[layer])
@@ -212,7 +213,7 @@ class PlainMatrices:
         """Token embeddings [vocab, hidden], scaled as the family scales them.
 
         Raises:
-            ConfigError: for a model whose embeddings are no rows of a matrix (`require_embedding`).
+            ConfigError: the embeddings do not enter the stream unchanged (`require_embedding`).
         """
         require_embedding(self.config)
         outside = self.config.tensors.outside
@@ -229,8 +230,8 @@ class PlainMatrices:
         stored = self.config.tensors.outside.get("positions")
         if stored is None:
             raise ConfigError(
-                f"expected a model with a table of learned positions, found {self.config.model_type}, which "
-                "has none; choose a model with learned positions, as others mix positions into attention only"
+                f"the model {self.config.model_type} has no learned position embeddings, because it encodes "
+                "positions in attention only; choose a model with learned position embeddings, such as gpt2"
             )
         # RoBERTa counts positions from pad_token_id + 1; no position reads the rows before.
         return self._read(stored.name, stored, rows=slice(self.config.first_position, None))
@@ -264,15 +265,14 @@ class PlainMatrices:
             name: "ln1", "ln1_post", "ln2", "ln2_post", or "final_norm".
             layer: layer of the norm; None for the final norm.
         """
-        tensors = self.config.tensors
-        tensors_there = tensors.outside if layer is None else tensors.layers[layer]
-        if name not in tensors_there:
+        stored_by_name = self.config.tensors.outside if layer is None else self.config.tensors.layers[layer]
+        if name not in stored_by_name:
             return None
 
         def read(weight: str) -> Array | None:
             if layer is not None:
                 return self._in_layer(layer, weight)
-            stored = tensors_there.get(weight)
+            stored = stored_by_name.get(weight)
             return None if stored is None else self._read(stored.name, stored)
 
         gain, bias = read(name), read(f"{name}.bias")
@@ -281,18 +281,27 @@ class PlainMatrices:
         return Norm(gain, np.zeros_like(gain) if bias is None else bias, self.config.norm_type == "layer")
 
     def _mlp(self, layer: int) -> Mapping[str, Stored]:
+        """Stored tensors of a layer, by weight; ConfigError unless they include those of an MLP."""
         tensors = self.config.tensors.layers[_in_range(self.config, layer)]
         if "down" not in tensors or ("up" not in tensors and "gate_up" not in tensors):
             kind = self.config.layers[layer].channel_mixer or "none"
             raise ConfigError(
-                f"expected an MLP in layer {layer} of {self.config.model_type}, found {kind}; no matrices of "
-                "neurons are read there"
+                f"layer {layer} of {self.config.model_type} has no MLP whose matrices can be read, its "
+                f"channel mixer is {kind}; choose another layer"
             )
         return tensors
 
     def _in_layer(
         self, layer: int, weight: str, rows: slice | Array | None = None, columns: slice | None = None
     ) -> Array | None:
+        """A weight of a layer, float32 [out, in] or [out]; None if the layer has no such weight.
+
+        Arguments:
+            layer: layer number.
+            weight: name of the weight in `Architecture.tensors`.
+            rows: rows to read; None for all.
+            columns: columns to read; None for all.
+        """
         stored = self.config.tensors.layers[layer].get(weight)
         if stored is None:
             return None
@@ -305,17 +314,18 @@ class PlainMatrices:
         rows: slice | Array | None = None,
         columns: slice | None = None,
     ) -> Array:
+        """A tensor of the checkpoint as the model uses it; arguments as in `read_weight`."""
         return read_weight(self.checkpoint, name, stored, self.dtype, rows=rows, columns=columns)
 
 
 def _affine(matrix: Array | None, bias: Array | None) -> Affine:
-    """Map of a matrix stored as [out, in], with zeros for a missing bias."""
+    """Affine map from a matrix stored as [out, in] and its bias; zeros for a missing bias."""
     assert matrix is not None  # callers checked that the layer has it
     return Affine(matrix.T, np.zeros(len(matrix), np.float32) if bias is None else bias)
 
 
 def vocabulary_blocks(config: Architecture, size: int | None = None) -> Iterator[slice]:
-    """Consecutive slices that cover the vocabulary.
+    """Yield consecutive slices of token ids that cover the vocabulary.
 
     Arguments:
         config: architecture of the model.
@@ -328,16 +338,16 @@ def vocabulary_blocks(config: Architecture, size: int | None = None) -> Iterator
 
 
 def attending(config: Architecture) -> list[int]:
-    """Layers with attention whose heads have matrices.
+    """Numbers of the layers with attention heads that have query, key and value matrices, in order.
 
     Raises:
-        ConfigError: for a model without any.
+        ConfigError: the model has no such layer.
     """
     layers = [layer for layer in range(config.num_layers) if config.heads_of(layer) is not None]
     if not layers:
         raise ConfigError(
-            f"expected a model with heads that have queries, keys and values of their own, found "
-            f"{config.model_type}; choose one that attends"
+            "circuits are computed for attention heads with query, key and value matrices, and "
+            f"{config.model_type} has none; choose a model with attention"
         )
     return layers
 
@@ -350,35 +360,35 @@ def require_outputs(config: Architecture) -> None:
 
 
 def require_embedding(config: Architecture) -> None:
-    """Raise ConfigError for a model whose token embeddings enter the stream through a norm, a map or a factor
-    of the prompt.
-    """
+    """Raise ConfigError for a model whose token embeddings do not enter the residual stream unchanged."""
     outside, operation = config.tensors.outside, ""
     if "embed_norm" in outside or "embed_in" in outside:
-        operation = f"a {'norm' if 'embed_norm' in outside else 'map'} behind those of {config.model_type}"
+        operation = f"pass through a {'norm' if 'embed_norm' in outside else 'linear map'}"
     elif config.dropped_token is not None:
-        operation = f"those of {config.model_type} multiplied by the share of masks in their prompt"
+        operation = "are multiplied by the share of masks in their prompt"
     if operation:
         raise ConfigError(
-            f"expected embeddings that enter the stream as they are, found {operation}; ask for circuits "
-            "between heads, which need none"
+            f"circuits between tokens need embeddings that enter the residual stream unchanged, and those of "
+            f"{config.model_type} {operation}; compute circuits between heads instead"
         )
 
 
 def _require_linear(config: Architecture, layer: int, heads: AttentionSpec) -> None:
+    """Raise ConfigError for heads whose queries, keys and values are clipped."""
     if heads.clip_qkv is not None:
         raise ConfigError(
-            f"expected queries, keys and values that are linear in the stream, found them held within "
-            f"{heads.clip_qkv:g} in layer {layer} of {config.model_type}; clipped heads have no circuits"
+            f"heads of layer {layer} of {config.model_type} have no circuits, because their queries, keys "
+            f"and values are clipped to ±{heads.clip_qkv:g} and so are not linear in the stream"
         )
 
 
 def _require_ungated(config: Architecture, layer: int, heads: AttentionSpec) -> None:
+    """Raise ConfigError for heads whose outputs are gated, or normalised together."""
     if heads.is_gated or heads.inner_norm_eps is not None:
-        found = "multiplied by gates" if heads.is_gated else "normed together"
+        operation = "multiplied by gates" if heads.is_gated else "normalised together"
         raise ConfigError(
-            f"expected heads whose output is linear in their values, found them {found} in layer {layer} of "
-            f"{config.model_type}; such heads have no OV circuit"
+            f"heads of layer {layer} of {config.model_type} have no OV circuit, because their outputs are "
+            f"{operation} and so are not linear in their values"
         )
 
 
@@ -390,27 +400,38 @@ def heads_in(config: Architecture, layer: int) -> AttentionSpec:
         layer: layer number.
 
     Raises:
-        ConfigError: for a layer out of range, or without attention heads of its own.
+        ConfigError: the layer is out of range, or has no attention heads with matrices of their own.
     """
     heads = config.heads_of(_in_range(config, layer))
     if heads is None:
         raise ConfigError(
-            f"expected a layer whose heads have queries, keys and values of their own, found layer {layer} "
-            f"of {config.model_type}, whose mixer is a {config.layers[layer].mixer.kind}; it has no circuits"
+            f"layer {layer} of {config.model_type} has no attention heads with query, key and value "
+            f"matrices, its mixer is a {config.layers[layer].mixer.kind}; choose a layer with attention"
         )
     return heads
 
 
 def _in_range(config: Architecture, layer: int) -> int:
+    """The layer number itself; ConfigError if the model has no such layer."""
     if not 0 <= layer < config.num_layers:
-        raise ConfigError(f"expected a layer in 0..{config.num_layers - 1}, found {layer}")
+        raise ConfigError(
+            f"expected a layer in 0..{config.num_layers - 1} of {config.model_type}, found layer {layer}"
+        )
     return layer
 
 
 def _rows(heads: AttentionSpec, part: Part, head: int, *, fused: bool) -> tuple[str, Array]:
-    """Name of the tensor with a head's matrix, and the head's rows in it.
+    """Where a head's query, key or value matrix is stored.
 
-    Fused tensors are split as in forward/networks/mixers/attention.py.
+    Arguments:
+        heads: attention of the layer.
+        part: "q", "k" or "v".
+        head: index of the query head.
+        fused: whether queries, keys and values are in one tensor, which is split as in
+            forward/networks/mixers/attention.py.
+
+    Returns:
+        (name of the weight, numbers of the head's rows in it).
     """
     # With grouped queries, query head h reads key/value head h // (query heads per group).
     head_index = head if part == "q" else head // heads.queries_per_key

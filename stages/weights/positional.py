@@ -53,25 +53,28 @@ def position_scores(*, weights: Matrices, length: int = 64, offsets: int = 8) ->
     The mean is over the queries that have a key at that distance.
 
     Arguments:
-        weights: plain matrices, as norms are computed exactly.
+        weights: matrices of the model as stored (plain), since norms are computed exactly here.
         length: number of positions, from 0 on.
         offsets: largest distance, in both directions for bidirectional heads.
 
     Raises:
-        ConfigError: for folded matrices, a model without learned positions or with post-norm, or offsets
-            beyond the length.
+        ConfigError: the matrices are folded, the model has no learned positions or is post-norm, or offsets
+            exceed the length.
     """
     import xarray as xr
 
     if not isinstance(weights, PlainMatrices):
-        raise ConfigError("expected plain matrices, found folded ones; StoredMatrices.of(…, folded=False)")
+        raise ConfigError(
+            "position_scores needs the matrices as stored, found folded ones; pass "
+            "StoredMatrices.of(…, folded=False)"
+        )
     table = weights.positions()[:length].astype(np.float64)
     if not 1 <= offsets < len(table):
         raise ConfigError(
-            f"expected offsets in 1..{len(table) - 1}, the positions there are, found {offsets}"
+            f"expected offsets in 1..{len(table) - 1}, as {len(table)} positions are used, found {offsets}"
         )
     config, layers = weights.config, attending(weights.config)
-    _require_sum(config)
+    _require_no_post_norm(config)
     # Encoders add a token type to every position; zeros elsewhere.
     stream = table + _mean_embedding(weights) + weights.token_type()
     heads = heads_in(config, layers[0]).num_attention_heads
@@ -88,17 +91,27 @@ def position_scores(*, weights: Matrices, length: int = 64, offsets: int = 8) ->
     return xr.Dataset({"weight": (dims, mean_weights)}, {"layer": layers, "offset": distances})
 
 
-def _require_sum(config: Architecture) -> None:
+def _require_no_post_norm(config: Architecture) -> None:
+    """Raise ConfigError for a model that normalises the residual stream itself."""
     for layer, spec in enumerate(config.layers):
         if spec.norms == "of stream":
             raise ConfigError(
-                f"expected norms before or after a part, found norms of the stream itself in layer {layer} "
-                f"of {config.model_type}; choose a model whose stream is a sum with positions as one term"
+                f"layer {layer} of {config.model_type} normalises the residual stream itself (post-norm), so "
+                "that the stream is not a sum with the position embedding as one term; choose a pre-norm "
+                "model"
             )
 
 
 def _pattern(weights: Matrices, layer: int, head: int, normed: Floats, scale: float) -> Floats:
-    """Attention pattern of a head on the normalised stream, [query position, key position]."""
+    """Attention pattern of a head for given inputs, float64 [query position, key position].
+
+    Arguments:
+        weights: matrices of the model.
+        layer: layer of the head.
+        head: index of the head.
+        normed: normalised stream that the head reads, [position, hidden].
+        scale: factor of the scores.
+    """
     query, key = key_queries(weights, layer, head)
     query_bias, key_bias = (weights.projection(part, layer, head).bias for part in ("q", "k"))
     mixer = heads_in(weights.config, layer).summary
@@ -116,6 +129,7 @@ def _pattern(weights: Matrices, layer: int, head: int, normed: Floats, scale: fl
 
 
 def _normed(stream: Floats, norm: Norm | None, eps: float) -> Floats:
+    """The stream [position, hidden] after a norm; None for a model without this norm."""
     if norm is None:
         return stream
     centred = stream - stream.mean(axis=1, keepdims=True) if norm.is_centring else stream
@@ -126,6 +140,7 @@ def _normed(stream: Floats, norm: Norm | None, eps: float) -> Floats:
 
 
 def _mean_embedding(weights: Matrices) -> Array:
+    """Mean of all token embeddings, float64 [hidden]."""
     total = np.zeros(weights.config.hidden_size)
     for rows in vocabulary_blocks(weights.config):
         total += weights.embedding(rows).sum(axis=0, dtype=np.float64)

@@ -80,34 +80,31 @@ def singular_directions(
         See the declared outputs; of OV, `written_by` is in logits per unit read.
 
     Raises:
-        ConfigError: for another circuit, or a head that does not exist.
+        ConfigError: another circuit, or a head that does not exist.
     """
     import xarray as xr
 
     if circuit not in ("OV", "QK"):
-        raise ConfigError(f"expected circuit 'OV' or 'QK', found {circuit!r}")
+        raise ConfigError(f"expected 'OV' or 'QK' as the circuit of a head, found {circuit!r}")
     if copying is not None:
         scores = copying.transpose("layer", "head")
         # Layers without attention have no row, so a row number is not a layer number.
         row, best = np.unravel_index(int(np.nanargmax(scores.values)), scores.shape)
         layer, head = int(scores["layer"].values[row]), int(best)
-    of_values = circuit == "OV"
-    matrix = (
-        ov_circuit(weights, layer, head) if of_values else qk_circuit(weights, layer, head, offset=offset)
-    )
+    is_ov = circuit == "OV"
+    matrix = ov_circuit(weights, layer, head) if is_ov else qk_circuit(weights, layer, head, offset=offset)
     u, s, v = matrix.svd()
     count = min(directions, len(s))
     # Only the written side is scaled by S, so that `written_by` is logits per unit read.
     u, v = u[:, :count], v[:, :count] * s[:count]
 
-    def entered(token_rows: slice) -> Array:
-        return weights.embedding(token_rows)
-
-    def read_out(token_rows: slice) -> Array:
+    def unembedding(token_rows: slice) -> Array:
         return weights.unembedding(token_rows).matrix.T
 
-    written, written_by, sign = _top(weights, read_out if of_values else entered, v, top_k)
-    read, read_by, _ = _top(weights, entered, u, top_k, sign)
+    written, written_by, sign = _farthest_tokens(
+        weights, unembedding if is_ov else weights.embedding, v, top_k
+    )
+    read, read_by, _ = _farthest_tokens(weights, weights.embedding, u, top_k, sign)
     return xr.Dataset(
         {
             "told_layer": layer,
@@ -122,19 +119,20 @@ def singular_directions(
     )
 
 
-def _top(
+def _farthest_tokens(
     weights: Matrices,
     rows: Callable[[slice], Array],
     along: Floats,
     top_k: int,
     sign: Floats | None = None,
 ) -> tuple[Array, Floats, Floats]:
-    """Tokens farthest along directions, reading the vocabulary in blocks.
+    """Tokens with the largest projections on directions; the vocabulary is read in blocks.
 
     Arguments:
-        rows: slice of the vocabulary -> rows [vocab, hidden].
+        weights: matrices of the model.
+        rows: function from a slice of the vocabulary to vectors of its tokens, [vocab, hidden].
         along: directions [hidden, direction].
-        top_k: number of tokens.
+        top_k: number of tokens per direction.
         sign: sign of each direction, [direction]; None chooses the side with the farthest token.
 
     Returns:

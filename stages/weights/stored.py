@@ -1,6 +1,6 @@
-"""Matrices of a model's files as a resource of stages, identified by weights, dtype and folding.
+"""A model's matrices as a resource that stages read, identified by weights, dtype and folding.
 
-Border: files and identities. Stages receive opened `Matrices`.
+Border: files and identities. Stages receive the opened `Matrices`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ __all__ = ["StoredMatrices"]
 
 @dataclass(frozen=True)
 class StoredMatrices(FileResource):
-    """Matrices of a model's files, a pinned resource."""
+    """The matrices of a model, read from its files, which must not change while a stage uses them."""
 
     name: str
-    """Model name, outside of the key: digests identify the weights."""
+    """Name of the model; not part of a key, as digests identify the weights."""
     revision: str | None
-    """Model revision, outside of the key."""
+    """Revision of the model; not part of a key."""
     model: ModelIdentity
-    """Identity of the model; weights, configuration and dtype enter the key."""
+    """Identity of the model: its weights, configuration and dtype are part of a key."""
     is_folded: bool = True
     """Whether norms, value biases and means are folded in (folded.py)."""
 
     @classmethod
     def of(cls, files: ModelFiles, *, dtype: str = "float32", folded: bool = True) -> StoredMatrices:
-        """Matrices of a model's files in their present state.
+        """The matrices of a model's files as they are now.
 
         Arguments:
             files: the model's files.
@@ -47,7 +47,7 @@ class StoredMatrices(FileResource):
         return matrices.opened_as(OpenResource(files, files.pinned))
 
     def identity(self) -> dict[str, Any]:
-        """Plain values that determine every number of the matrices."""
+        """The values that determine every number of the matrices, for keys."""
         identity = self.model
         return {
             "weights": identity.weights,
@@ -57,10 +57,10 @@ class StoredMatrices(FileResource):
         }
 
     def opened_anew(self) -> OpenResource:
-        """Open the files to which the name refers.
+        """Open the files that the name refers to now, such as on another machine.
 
         Raises:
-            SourceChanged: if their identity is another.
+            SourceChanged: their weights or configuration are others.
         """
         files = resolve(self.name, self.revision)
         files.require_identity(self.model)

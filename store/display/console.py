@@ -22,14 +22,13 @@ class EscapingConsole(Console):
     """Rich console for text from untrusted files: control characters are shown as escapes."""
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Escape a text, then render it.
+        """Escape the control characters of a text, then render it.
 
-        Escaped here as well, because `Text` drops some control characters, and column widths would be too
-        small.
+        Besides `render`, because `Text` drops some control characters, and column widths would be too small.
         """
         return super().render_str(escaped(text), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Escape the text of each segment, except rich's own cursor movements; see `Console.render`."""
+        """Render, and escape control characters in all text; rich's own cursor movements stay."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=escaped(segment.text))

@@ -9,11 +9,11 @@ __all__ = ["details", "shown", "table"]
 
 
 def shown(title: str, body: str, caption: str = "") -> str:
-    """A block with a title above and a caption below.
+    """HTML block with a title above and a caption below.
 
     Arguments:
         title: Plain text; "" for none.
-        body: HTML.
+        body: HTML between them.
         caption: Plain text; "" for none.
 
     >>> shown("a < b", "<hr>")
@@ -25,11 +25,11 @@ def shown(title: str, body: str, caption: str = "") -> str:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: Iterable[int] = ()) -> str:
-    """An HTML table.
+    """HTML table with a head row.
 
     Arguments:
-        columns: Column heads.
-        rows: Cells, converted with `str`.
+        columns: Column heads, plain text.
+        rows: Cells of each row, converted with `str` and escaped.
         right: Numbers of the columns that are aligned to the right.
     """
     right_columns = set(right)
@@ -47,7 +47,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: Itera
 
 
 def details(summary: str, body: str) -> str:
-    """A collapsed block that opens on a click.
+    """HTML block that is collapsed until its summary is clicked.
 
     Arguments:
         summary: Plain text that is always shown.

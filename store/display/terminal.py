@@ -21,7 +21,7 @@ from typing import Any
 
 __all__ = ["echo", "escape_reports_of_python", "escaped"]
 
-_STEERING = re.compile(
+_CONTROL_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and newline, DEL, C1
     "\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"  # line separators, and what changes the direction of text
     "\ud800-\udfff]"  # bytes of a file name that are no UTF-8; no stream can encode them
@@ -39,7 +39,7 @@ def escaped(text: str, *, one_line: bool = False) -> str:
     'a\\x1b[2Jb'
     """
     # Bidirectional marks are included: they can display a file name in an order that hides its suffix.
-    text = _STEERING.sub(_escape, text)
+    text = _CONTROL_CHARACTERS.sub(_escape, text)
     return text.replace("\n", "\\n").replace("\t", "\\t") if one_line else text
 
 
@@ -63,7 +63,7 @@ def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
 
 
 def escape_reports_of_python() -> None:
-    """Let what Python itself prints in this process pass here: warnings, uncaught errors, unhandled logs."""
+    """Escape control characters in what Python itself prints: warnings, uncaught errors, unhandled logs."""
     # Error messages quote names and texts from files, too.
     sys.excepthook = _report_error
     threading.excepthook = lambda args: _report_error(args.exc_type, args.exc_value, args.exc_traceback)

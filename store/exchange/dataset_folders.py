@@ -38,7 +38,7 @@ FOLDERS = ("datasets", "saelens", "sparsify")
 # Names by which each library's loader looks for the token ids.
 _IDS = {"datasets": "input_ids", "saelens": "token_ids", "sparsify": "input_ids"}
 _FILE = "data-00000-of-00001.arrow"
-_GROUP = 16 << 20  # bytes of values per record batch
+_BATCH_BYTES = 16 << 20  # bytes of values per Arrow record batch
 
 Indices = npt.NDArray[np.int64]
 
@@ -46,27 +46,28 @@ Indices = npt.NDArray[np.int64]
 def write_dataset_folder(
     dataset: xr.Dataset, folder: Path, kind: str, note: Mapping[str, Any], context: int | None
 ) -> None:
-    """Write a new folder.
+    """Write a run as a new folder that Hugging Face `datasets.load_from_disk` reads.
 
     Arguments:
         dataset: An opened run.
         folder: The new folder.
-        kind: One of FOLDERS.
-        note: Plain values for the description.
+        kind: Library that will read the folder: "datasets", "saelens" or "sparsify".
+        note: Plain values on the origin of the data, stored as the description.
         context: Tokens per row; None for the length of a prompt, if all have the same length.
 
     Raises:
         ShapeError: A variable has no row per token; prompts differ in length and no context is given; or all
             prompts are shorter than the context.
-        ConfigError: A context was given for rows of one prompt each.
+        ConfigError: A context was given for "datasets", whose rows are whole prompts.
         MissingExtra: pyarrow is not installed.
     """
     try:
         import pyarrow as pa
     except ImportError as error:
-        raise MissingExtra(f"{kind} needs pyarrow: pip install 'mizarr[corpora]'") from error
-    starts, sizes = _rows(dataset, kind, context)
-    columns = {} if kind == "sparsify" else _columns(dataset)
+        raise MissingExtra(f"export as {kind} needs pyarrow: pip install 'mizarr[corpora]'") from error
+    starts, sizes = _row_tokens(dataset, kind, context)
+    # sparsify runs the model itself and reads token ids only.
+    columns = {} if kind == "sparsify" else _activation_columns(dataset)
     width = max((math.prod(array.shape[1:]) for array in columns.values()), default=1)
     length = int(sizes[0]) if kind != "datasets" else None
     features = _features(dataset, columns, kind, length)
@@ -81,7 +82,8 @@ def write_dataset_folder(
     folder.mkdir()
     with (folder / _FILE).open("wb") as file, pa.ipc.new_stream(file, schema) as writer:
         # Batches by bytes, because a context of a wide model can have gigabytes.
-        for rows in _groups(sizes, 4 * width * max(1, len(columns))):
+        float32_bytes = 4
+        for rows in _batches(sizes, float32_bytes * width * max(1, len(columns))):
             writer.write_batch(_batch(dataset, columns, kind, starts, sizes, rows, schema, pa))
     state: dict[str, Any] = {
         "_data_files": [{"filename": _FILE}],
@@ -99,47 +101,54 @@ def write_dataset_folder(
     )
 
 
-def _rows(dataset: xr.Dataset, kind: str, context: int | None) -> tuple[Indices, Indices]:
-    """First token and number of tokens of each row, int64."""
+def _row_tokens(dataset: xr.Dataset, kind: str, context: int | None) -> tuple[Indices, Indices]:
+    """First token (index on the token axis) and number of tokens of each exported row, int64."""
     if "token" not in dataset.dims or "row_size" not in dataset.coords:
         raise ShapeError(
-            f"expected a run with prompts on a token axis for {kind}, found none; export to zarr"
+            f"format {kind} is for runs, whose prompts lie on a token axis, and this dataset has none; "
+            "export it with --format zarr"
         )
     if "token_id" not in dataset.coords:
-        raise ShapeError(f"expected token ids for {kind}, found a run imported without them; use zarr")
+        raise ShapeError(
+            f"format {kind} needs token ids, and this run was imported without; export it with --format zarr"
+        )
     sizes = dataset["row_size"].values.astype(np.int64)
     starts = exclusive_sum(sizes)
     if kind == "datasets":
         if context is not None:
-            raise ConfigError("expected no context for rows of one prompt each, found one; leave it out")
+            raise ConfigError(
+                f"format datasets writes whole prompts as rows, so context={context} has no meaning; leave "
+                "--context (context=) out"
+            )
         return starts, sizes
     if context is None:
         if len(np.unique(sizes)) != 1:
             raise ShapeError(
-                f"expected prompts of one length for {kind}, found {sizes.min()} to {sizes.max()} tokens; "
-                "give the tokens of a row with --context (context=)"
+                f"rows of format {kind} have one length, and the prompts have {sizes.min()} to {sizes.max()} "
+                "tokens; give the number of tokens per row with --context (context=)"
             )
         context = int(sizes[0])
     if context < 1:
-        raise ConfigError(f"expected a context of at least 1 token, found {context}")
+        raise ConfigError(f"expected --context (context=) of at least 1 token, found {context}")
     n_contexts = sizes // context
     if not n_contexts.any():
         raise ShapeError(
-            f"expected a prompt of at least {context} tokens, found at most {sizes.max()}; give a smaller "
-            "context"
+            f"no prompt has the {context} tokens of a row, the longest has {sizes.max()}; give a smaller "
+            "--context (context=)"
         )
     # Number of the context within its prompt: 0, 1, … for each prompt.
     nth = np.arange(n_contexts.sum()) - np.repeat(exclusive_sum(n_contexts), n_contexts)
     return np.repeat(starts, n_contexts) + nth * context, np.full(n_contexts.sum(), context, np.int64)
 
 
-def _columns(dataset: xr.Dataset) -> dict[str, xr.DataArray]:
-    """Arrays to export, [token, ...], by the hook point they were captured at, one per layer."""
+def _activation_columns(dataset: xr.Dataset) -> dict[str, xr.DataArray]:
+    """Column name -> activations [token, ...] of one layer; columns are named by hook point."""
     columns: dict[str, xr.DataArray] = {}
     for name, array in dataset.data_vars.items():
         if "token" not in array.dims:
             raise ShapeError(
-                f"expected {name!r} with a row per token, found {array.dims}; leave it out with --variables"
+                f"variable {name!r} has axes {array.dims}, without the token axis that each column needs; "
+                "name the other variables with --variables"
             )
         hook = str(array.attrs.get("hook", name))
         dim = layer_dim(array)
@@ -154,12 +163,17 @@ def _columns(dataset: xr.Dataset) -> dict[str, xr.DataArray]:
     return columns
 
 
-def _groups(sizes: Indices, token_bytes: int) -> Iterator[slice]:
-    """Yield ranges of rows of about `_GROUP` bytes, at least one row each."""
+def _batches(sizes: Indices, token_bytes: int) -> Iterator[slice]:
+    """Yield ranges of rows that hold about 16 MiB, at least one row each.
+
+    Arguments:
+        sizes: Tokens per row.
+        token_bytes: Bytes per token, all columns together.
+    """
     ends, start = np.cumsum(sizes) * token_bytes, 0
     while start < len(sizes):
         written_bytes = int(ends[start - 1]) if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, written_bytes + _GROUP, side="right")))
+        stop = max(start + 1, int(np.searchsorted(ends, written_bytes + _BATCH_BYTES, side="right")))
         yield slice(start, stop)
         start = stop
 
@@ -167,7 +181,8 @@ def _groups(sizes: Indices, token_bytes: int) -> Iterator[slice]:
 def _features(
     dataset: xr.Dataset, columns: Mapping[str, xr.DataArray], kind: str, length: int | None
 ) -> dict[str, Any]:
-    """Column types in the form of dataset_info.json."""
+    """Column types in the form that `datasets` reads from dataset_info.json; `length`: tokens per row, None
+    if rows differ."""
     features: dict[str, Any] = {}
     for label, array in columns.items():
         width, dtype = math.prod(array.shape[1:]), str(array.dtype)
@@ -186,6 +201,7 @@ def _features(
 def _schema(
     dataset: xr.Dataset, columns: Mapping[str, xr.DataArray], kind: str, length: int | None, pa: Any
 ) -> Any:
+    """Arrow schema of the file, with the columns of `_features` in the same order."""
     fields = []
     for label, array in columns.items():
         number, width = pa.from_numpy_dtype(array.dtype), math.prod(array.shape[1:])
@@ -216,22 +232,24 @@ def _batch(
     schema: Any,
     pa: Any,
 ) -> Any:
+    """Arrow record batch of some rows, each with `sizes` tokens from `starts` on."""
     counts = sizes[rows_slice]
-    ends = np.concatenate([[0], np.cumsum(counts)])
-    tokens = np.repeat(starts[rows_slice] - ends[:-1], counts) + np.arange(ends[-1])
+    # Arrow lists are cut by offsets: row i of the batch has the tokens from offsets[i] to offsets[i + 1].
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    tokens = np.repeat(starts[rows_slice] - offsets[:-1], counts) + np.arange(offsets[-1])
     arrays = []
     for array in columns.values():
-        rows = np.ascontiguousarray(array.isel(token=tokens).values).reshape(len(tokens), -1)
-        flat, width = pa.array(rows.reshape(-1)), rows.shape[1]
+        vectors = np.ascontiguousarray(array.isel(token=tokens).values).reshape(len(tokens), -1)
+        flat, width = pa.array(vectors.reshape(-1)), vectors.shape[1]
         if kind == "datasets":
             inner = pa.FixedSizeListArray.from_arrays(flat, width)
         else:
             # Array2D is stored as a list of lists, not of fixed-size lists.
-            inner = pa.ListArray.from_arrays(np.arange(len(rows) + 1, dtype=np.int32) * width, flat)
-        arrays.append(pa.ListArray.from_arrays(ends.astype(np.int32), inner))
+            inner = pa.ListArray.from_arrays(np.arange(len(vectors) + 1, dtype=np.int32) * width, flat)
+        arrays.append(pa.ListArray.from_arrays(offsets.astype(np.int32), inner))
     ids = pa.array(dataset["token_id"].values[tokens].astype(np.int32))
     if kind == "datasets":
-        arrays.append(pa.ListArray.from_arrays(ends.astype(np.int32), ids))
+        arrays.append(pa.ListArray.from_arrays(offsets.astype(np.int32), ids))
     else:
         arrays.append(pa.FixedSizeListArray.from_arrays(ids, int(counts[0])))
     if _has_text(dataset, kind):

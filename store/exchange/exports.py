@@ -56,9 +56,9 @@ NOTE = "mizarr"
 TEXT_SUFFIX = ".json"
 """Suffix of text arrays in formats without text: the UTF-8 bytes of a JSON list."""
 _BF16 = np.dtype(ml_dtypes.bfloat16)
-_BLOCK = 16 << 20  # bytes in memory per block
-_SPARE = 1 << 20  # bytes for labels and headers in the check of free space
-_SPELLED_OUT = 1_000_000  # runs with more tokens are exported without token strings
+_BLOCK_BYTES = 16 << 20  # bytes in memory per block
+_SPARE_BYTES = 1 << 20  # for labels and headers, in the check of free space
+_MOST_STRINGS = 1_000_000  # runs with more tokens are exported without token strings
 _READERS = 2  # threads that read ahead of the writer; each holds a chunk in memory
 
 
@@ -73,23 +73,23 @@ def export_key(
     layout: TableLayout = "long",
     context: int | None = None,
 ) -> Path:
-    """Export what is stored under a key.
+    """Export a stored array, result or run to the file format of another program.
 
     Arguments:
         store: The store.
-        key: Unique prefix of a key (one array, or a result), or of a run's digest (DATA of `mizarr ls`) for
-            the whole run.
-        path: The new file.
+        key: First hex digits of a key, for one array or result; or of a run's digest (column DATA of
+            `mizarr ls`), for the whole run.
+        path: The new file, or the new folder for formats zarr, datasets, saelens and sparsify.
         format: See `export`.
-        variables: Variables of a run; None for all.
-        layers: Layers of a run; None for all.
+        variables: Names of the variables to export; None for all.
+        layers: Layers of a run to export; None for all.
         layout: See `export`.
         context: See `export`.
 
     Returns:
-        The path. The note in the file has key, content and provenance.
+        The path. A note in the file has the key, the content digest and the provenance.
     """
-    dataset, note, dtype = _opened(store, key, variables, layers)
+    dataset, note, dtype = _open_for_export(store, key, variables, layers)
     return export(dataset, path, format=format, layout=layout, note=note, dtype=dtype, context=context)
 
 
@@ -103,17 +103,19 @@ def export(
     dtype: str | None = None,
     context: int | None = None,
 ) -> Path:
-    """Export a labelled dataset.
+    """Export a labelled dataset to the file format of another program.
 
     Arguments:
         dataset: The dataset.
-        path: The new file.
-        format: netcdf, zarr, parquet, safetensors or npz; None decides by the suffix. Or datasets, saelens or
-            sparsify, which are folders (dataset_folders.py).
-        layout: For Parquet, "long" or "wide".
-        note: Plain values on the origin of the data.
-        dtype: Dtype for float32 variables in safetensors; "bfloat16" for states that were computed in it.
-        context: For saelens and sparsify, tokens per row.
+        path: The new file, or the new folder for formats zarr, datasets, saelens and sparsify.
+        format: netcdf, zarr, parquet, safetensors or npz, or the library that will read a folder: datasets,
+            saelens or sparsify. None decides by the suffix of the path.
+        layout: For Parquet, "long" (a row per token and layer) or "wide" (a row per token, a column per
+            variable and layer).
+        note: Plain values on the origin of the data, stored in the file.
+        dtype: Dtype for float32 variables in safetensors: "bfloat16" if that is what the model computed in;
+            None for float32.
+        context: For saelens and sparsify, tokens per row; None if all prompts have one length.
 
     Returns:
         The path.
@@ -134,18 +136,20 @@ def export(
         as_count(context, "context")
     kind = format_of(path, format)
     if layout not in ("long", "wide"):
-        raise ConfigError(f"expected layout 'long' or 'wide', found {layout!r}")
+        raise ConfigError(f"expected --layout (layout=) 'long' or 'wide', found {layout!r}")
     if context is not None and kind not in FOLDERS:
-        raise ConfigError(f"expected context with saelens or sparsify, found it with {kind}; leave it out")
+        raise ConfigError(
+            f"--context (context=) is for formats saelens and sparsify, found it with {kind}; leave it out"
+        )
     _check_names(dataset, kind)
-    _expect_new(path)
-    ready = _with_strings(dataset)
+    _require_absent(path)
+    ready = _with_token_strings(dataset)
     ready = ready if kind == "safetensors" else _widened(ready)
     if kind == "sparsify":  # it runs the model itself, so only token ids are written
         ready = ready.drop_vars(list(ready.data_vars))
-    # float32 in memory is written as bfloat16 in this case.
-    halved = dtype == "bfloat16" and kind == "safetensors"
-    _check_room(path, ready.nbytes // 2 if halved else ready.nbytes)
+    # float32 in memory takes half the bytes where it is written as bfloat16.
+    is_halved = dtype == "bfloat16" and kind == "safetensors"
+    _check_free_space(path, ready.nbytes // 2 if is_halved else ready.nbytes)
     full_note = {"format": 1, **(note or {})}
 
     def write(target: Path) -> None:
@@ -174,11 +178,14 @@ def export(
 
 
 def format_of(path: Path, format: str | None) -> str:
-    """Name of the format to write.
+    """Decide which file format to write, by its name or the suffix of the path.
 
     Arguments:
         path: The new file, whose suffix decides if no format is given.
-        format: A key of `FORMATS`, or None.
+        format: Name of a format, such as "netcdf"; None for the suffix.
+
+    Returns:
+        Name of the format.
 
     Raises:
         ConfigError: The name or suffix is unknown; the message suggests the nearest name.
@@ -186,64 +193,70 @@ def format_of(path: Path, format: str | None) -> str:
     if format is not None:
         if format not in FORMATS:
             hint = did_you_mean(format, FORMATS)
-            raise ConfigError(f"expected a format among {', '.join(FORMATS)}, found {format!r}{hint}")
+            raise ConfigError(f"expected --format among {', '.join(FORMATS)}, found {format!r}{hint}")
         return format
     matching = next((name for name, suffixes in FORMATS.items() if path.suffix.lower() in suffixes), None)
     if matching is None:
         suffixes_text = ", ".join(suffix for suffixes in FORMATS.values() for suffix in suffixes[:1])
         raise ConfigError(
-            f"expected a file named by its format ({suffixes_text}), found {path.name!r}; rename it, or give "
-            "--format"
+            f"the suffix of {path.name!r} names no export format; end the name in {suffixes_text}, or give "
+            f"--format with one of {', '.join(FORMATS)}"
         )
     return matching
 
 
-def _opened(
+def _open_for_export(
     store: Store, key: str, variables: Sequence[str] | None, layers: Sequence[int] | None
 ) -> tuple[xr.Dataset, dict[str, Any], str | None]:
-    """Dataset of a key, note on its origin, and storage dtype (None for results)."""
+    """Open a key or run; return dataset, note on its origin, and storage dtype (None for results)."""
     if store.names_run(key):
-        return _run(store.entry(key), variables, layers, store)
+        return _open_run(store.entry(key), variables, layers, store)
     record = store.record(key)
     note = {"key": record.key, "label": record.label, "content": record.content}
-    note |= _portable(store.provenance(record))
+    note |= _public_provenance(store.provenance(record))
     if record.kind == RESULT:
         if layers is not None:
             raise ConfigError(
-                f"expected layers of a run only, found a result ({record.label}); leave --layers out"
+                f"--layers selects layers of a run, and key {record.short} is a result ({record.label}); "
+                "leave --layers out"
             )
         dataset = store.open_result(record)
-        return (dataset if variables is None else _chosen(dataset, variables)), note, None
+        return (dataset if variables is None else _with_only(dataset, variables)), note, None
+    # The key of one array of a run, labelled "variable/layer".
     name, _, layer = record.label.partition("/")
     entry = store.entry(record.data.rpartition("/")[2])
-    if others := [item for item in variables or () if item != name] + [
-        str(item) for item in layers or () if str(item) != layer
-    ]:
+    absent = [item for item in variables or () if item != name]
+    absent += [str(item) for item in layers or () if str(item) != layer]
+    if absent:
         raise EntryNotFound(
-            f"expected parts of {record.label}, which is all that key {record.short} names, found "
-            f"{', '.join(others)}; name the whole run: {entry.digest[:12]}"
+            f"key {record.short} is {record.label} alone, without {', '.join(absent)}; name the whole run "
+            f"instead: {entry.digest[:12]}"
         )
     return entry.open([name], [int(layer)] if layer else None, chunks="segment"), note, entry.dtype
 
 
-def _run(
+def _open_run(
     entry: LabelledEntry, variables: Sequence[str] | None, layers: Sequence[int] | None, store: Store
 ) -> tuple[xr.Dataset, dict[str, Any], str | None]:
-    cells = [(name, layer, entry.content(name, layer)) for name, layer in entry.published()]
-    if not cells:
-        raise EntryNotFound(f"nothing of run {entry.digest[:12]} is complete yet; capture it again first")
-    note = {"run": entry.digest, "arrays": [list(cell) for cell in cells]}
-    note |= _portable(store.provenance(entry.key(*cells[0][:2]).digest))
+    """Open the published arrays of a run; returns what `_open_for_export` does."""
+    arrays = [(name, layer, entry.content(name, layer)) for name, layer in entry.published()]
+    if not arrays:
+        raise EntryNotFound(
+            f"no array of run {entry.digest[:12]} is complete yet; run its `mizarr capture` command again"
+        )
+    note = {"run": entry.digest, "arrays": [list(array) for array in arrays]}
+    # The notes lie beside the run, so the key of any of its arrays leads to all of them.
+    note |= _public_provenance(store.provenance(entry.key(*arrays[0][:2]).digest))
     return entry.open(variables, layers, chunks="segment"), note, entry.dtype
 
 
-def _with_strings(dataset: xr.Dataset) -> xr.Dataset:
+def _with_token_strings(dataset: xr.Dataset) -> xr.Dataset:
     """Add the coordinate `token_string`, if the vocabulary is known and the tokens are few enough for
     memory."""
     from ..reading import accessor  # noqa: F401 - registers ds.mi
 
     ids = dataset.coords.get("token_id")
-    if "token_string" in dataset.coords or ids is None or ids.dims != ("token",) or ids.size > _SPELLED_OUT:
+    if "token_string" in dataset.coords or ids is None or ids.dims != ("token",) or ids.size > _MOST_STRINGS:
         return dataset
     if (strings := dataset.mi.token_strings) is None:
         return dataset
@@ -251,36 +264,45 @@ def _with_strings(dataset: xr.Dataset) -> xr.Dataset:
 
 
 def _check_names(dataset: xr.Dataset, kind: str) -> None:
-    """Raise ShapeError for a dataset without variables, or variable names that look like paths."""
+    """Raise ShapeError for a dataset without variables, or names of variables that the format cannot hold."""
     if not dataset.data_vars:
-        raise ShapeError("expected a dataset with variables, found none; name some to export")
+        raise ShapeError(
+            "the dataset to export has no variables; name some that are stored with --variables (variables=)"
+        )
     paths = [str(name) for name in (*dataset.variables, *dataset.dims) if "/" in str(name)]
     if paths and kind in ("netcdf", "zarr"):
-        raise ShapeError(f"expected names without '/', found {paths[0]!r}, a path in {kind}; rename it")
+        raise ShapeError(
+            f"the name {paths[0]!r} has a '/', which {kind} reads as a path; rename this variable or "
+            "dimension"
+        )
     with_nul = [str(name) for name in (*dataset.variables, *dataset.dims) if "\0" in str(name)]
     if with_nul and kind in ("netcdf", "zarr"):
-        raise ShapeError(f"expected names without NUL, found {with_nul[0]!r}, which no file holds; rename it")
+        raise ShapeError(
+            f"the name {with_nul[0]!r} has a NUL character, which {kind} cannot hold; rename this variable "
+            "or dimension"
+        )
 
 
 def _widened(dataset: xr.Dataset) -> xr.Dataset:
     """Convert bfloat16 variables to float32, which is exact."""
-    halves = {name: array for name, array in dataset.data_vars.items() if array.dtype == _BF16}
-    return dataset.assign({name: array.astype(np.float32) for name, array in halves.items()})
+    arrays = {name: array for name, array in dataset.data_vars.items() if array.dtype == _BF16}
+    return dataset.assign({name: array.astype(np.float32) for name, array in arrays.items()})
 
 
-def _chosen(dataset: xr.Dataset, variables: Sequence[str]) -> xr.Dataset:
+def _with_only(dataset: xr.Dataset, variables: Sequence[str]) -> xr.Dataset:
+    """The dataset with the named variables; EntryNotFound if it lacks one."""
     for name in variables:
         if name not in dataset.data_vars:
             variables_present = [str(variable) for variable in dataset.data_vars]
             raise EntryNotFound(
-                f"no variable {name!r}; there are {', '.join(variables_present)}, nearest "
-                f"{nearest(name, variables_present)!r}"
+                f"no variable {name!r} to export; there are {', '.join(variables_present)}, the most similar "
+                f"is {nearest(name, variables_present)!r}"
             )
     return dataset[list(variables)]
 
 
-def _portable(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Provenance without host, process and platform, which are private."""
+def _public_provenance(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Provenance without host, process and platform, which are private, under the name "provenance"."""
     return {
         "provenance": [
             # An exported file leaves the machine; host names and process ids should not.
@@ -290,17 +312,15 @@ def _portable(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _check_room(path: Path, needed: int) -> None:
-    """StoreFull for insufficient disk space, ConfigError for a missing parent folder."""
+def _check_free_space(path: Path, needed: int) -> None:
+    """Raise StoreFull if the disk lacks `needed` bytes, ConfigError if the parent folder is missing."""
     if not path.parent.is_dir():
-        raise ConfigError(
-            f"expected a folder to write into, found none at {str(path.parent)!r}; make it first"
-        )
+        raise ConfigError(f"the folder {str(path.parent)!r} to export into does not exist; create it first")
     free = shutil.disk_usage(path.parent).free
-    if needed + _SPARE > free:
+    if needed + _SPARE_BYTES > free:
         raise StoreFull(
-            f"expected room for {needed / 1e9:.2f} GB at {path.parent}, found {free / 1e9:.2f} GB; export "
-            "fewer layers or variables, or name another disk"
+            f"the export {path.name} needs {needed / 1e9:.2f} GB, and {path.parent} has {free / 1e9:.2f} GB "
+            "free; export fewer layers or variables, or name another disk"
         )
 
 
@@ -310,7 +330,7 @@ def _atomically(path: Path, write: Callable[[Path], None]) -> Path:
     hidden = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         write(hidden)
-        _expect_new(path)  # checked again, because writing took a while
+        _require_absent(path)  # checked again, because writing took a while
         hidden.rename(path)
     except OSError as error:
         # EFBIG: the limit of FAT is 4 GiB per file.
@@ -326,14 +346,15 @@ def _atomically(path: Path, write: Callable[[Path], None]) -> Path:
     return path
 
 
-def _expect_new(path: Path) -> None:
+def _require_absent(path: Path) -> None:
     if path.exists():
         raise ConfigError(
-            f"expected a new file, found {str(path)!r} there already; remove it or name another"
+            f"the file to export to, {str(path)!r}, exists already; remove it, or name another file"
         )
 
 
 def _write_zarr(dataset: xr.Dataset, path: Path, note: Mapping[str, Any]) -> None:
+    """Write a dataset as a Zarr v3 group that plain `xr.open_zarr` reads without a warning."""
     from zarr.errors import ZarrUserWarning
 
     from ..results import prepare
@@ -349,7 +370,8 @@ def _write_zarr(dataset: xr.Dataset, path: Path, note: Mapping[str, Any]) -> Non
 def _write_tensors(
     dataset: xr.Dataset, path: Path, note: Mapping[str, Any], kind: str, dtype: str | None
 ) -> None:
-    tensors = [*_labels(dataset), *_values(dataset, dtype)]
+    """Write coordinates and values of a dataset as tensors, to a safetensors or npz file."""
+    tensors = [*_coordinate_tensors(dataset), *_value_tensors(dataset, dtype)]
     full_note = {**note, "dims": {t.name: dims for t, dims in tensors}, "attrs": plain(dataset.attrs)}
     text = json.dumps(full_note, sort_keys=True)
     if kind == "safetensors":
@@ -358,33 +380,34 @@ def _write_tensors(
         write_npz(path, [_text_tensor(f"{NOTE}{TEXT_SUFFIX}", text), *(tensor for tensor, _ in tensors)])
 
 
-def _values(dataset: xr.Dataset, dtype: str | None) -> Iterator[tuple[Tensor, list[str]]]:
-    """Yield tensors with their dimensions: named by hook point, one per layer, or by variable if that is
-    ambiguous."""
-    hooks = Counter(array.attrs.get("hook") for array in dataset.data_vars.values())
+def _value_tensors(dataset: xr.Dataset, dtype: str | None) -> Iterator[tuple[Tensor, list[str]]]:
+    """Yield (tensor, names of its dimensions): one per layer, named by hook point such as
+    "blocks.3.hook_resid_post", or one per variable where hook points do not tell variables apart."""
+    n_variables_of_hook = Counter(array.attrs.get("hook") for array in dataset.data_vars.values())
     for name, array in dataset.data_vars.items():
-        kind = _BF16 if dtype == "bfloat16" and array.dtype == np.float32 else array.dtype
+        file_dtype = _BF16 if dtype == "bfloat16" and array.dtype == np.float32 else array.dtype
+        # The hook point of a variable with layers has "{}" in the place of the layer.
         hook = str(array.attrs.get("hook", name))
-        layers = _layers(array) if "{}" in hook else {}
+        layers = _layer_indices(array) if "{}" in hook else {}
         # Two variables of one hook point (e.g. a selection of tokens beside the whole) would otherwise share
         # a name.
-        if hooks[hook] > 1 or ("{}" in hook and not layers):
+        if n_variables_of_hook[hook] > 1 or ("{}" in hook and not layers):
             hook, layers = str(name), {}
         variables = {hook.format(layer): array.variable[index] for layer, index in layers.items()}
         for tensor_name, variable in (variables or {hook: array.variable}).items():
-            yield _tensor(tensor_name, variable, kind), list(map(str, variable.dims))
+            yield _tensor(tensor_name, variable, file_dtype), list(map(str, variable.dims))
 
 
-def _layers(array: xr.DataArray) -> dict[int, dict[Hashable, int]]:
-    """Layer number -> index into the array; {} for an array without layer coordinate."""
+def _layer_indices(array: xr.DataArray) -> dict[int, dict[Hashable, int]]:
+    """Layer number -> index that selects it, {dimension: i}; empty for an array without layer coordinate."""
     dim = layer_dim(array)
     if dim is not None:
         return {int(layer): {dim: i} for i, layer in enumerate(array[dim].values)}
     return {int(array["layer"]): {}} if "layer" in array.coords else {}
 
 
-def _labels(dataset: xr.Dataset) -> Iterator[tuple[Tensor, list[str]]]:
-    """Yield coordinates as tensors with their dimensions, except index dimensions; texts as JSON."""
+def _coordinate_tensors(dataset: xr.Dataset) -> Iterator[tuple[Tensor, list[str]]]:
+    """Yield (tensor, names of its dimensions) for each coordinate; texts become the bytes of a JSON list."""
     for name, coord in dataset.coords.items():
         if coord.dtype.kind in "UTO":
             text = json.dumps(np.asarray(coord.values).tolist())
@@ -394,18 +417,24 @@ def _labels(dataset: xr.Dataset) -> Iterator[tuple[Tensor, list[str]]]:
 
 
 def _tensor(name: str, variable: xr.Variable, dtype: npt.DTypeLike) -> Tensor:
+    """Tensor to write to a file, which reads a variable block by block; ShapeError for a dtype without a
+    tensor form."""
     kind = np.dtype(dtype)
     if variable.dtype.kind not in "biuf" and variable.dtype != _BF16:
-        raise ShapeError(f"{name!r} holds {variable.dtype}, which tensors do not; export to zarr")
+        raise ShapeError(
+            f"variable {name!r} has dtype {variable.dtype}, which safetensors and npz cannot hold; export "
+            "with --format zarr"
+        )
 
     def blocks() -> Iterator[npt.NDArray[Any]]:
         chunk = variable.chunks[0][0] if variable.chunks else (variable.shape or (1,))[0]
-        for slab in slabs(variable.shape, variable.dtype.itemsize, chunk, _BLOCK):
+        for slab in slabs(variable.shape, variable.dtype.itemsize, chunk, _BLOCK_BYTES):
             yield np.asarray(variable[slab].values).astype(kind, copy=False)
 
     return Tensor(name, kind, variable.shape, blocks())
 
 
 def _text_tensor(name: str, text: str) -> Tensor:
+    """Tensor of the UTF-8 bytes of a text, for formats without text."""
     raw = np.frombuffer(text.encode(), np.uint8)
     return Tensor(name, raw.dtype, raw.shape, [raw])

@@ -2,7 +2,7 @@
 
 HDF5 cannot handle a full disk: it keeps data that it could not write, tries again on closing the file, and
 once more at the end of the process, which then crashes. So it writes through a file object that reports
-success to HDF5, records the system's first error and discards the rest; the error is raised when HDF5 has
+success to HDF5, keeps the system's first error and discards later writes; the error is raised when HDF5 has
 finished.
 """
 
@@ -31,15 +31,15 @@ ESCAPED = "\\0 stands for NUL, \\\\ for \\"
 
 
 def write_netcdf(dataset: xr.Dataset, path: Path, note: Mapping[str, str]) -> None:
-    """Write a new NetCDF file. float16, which NetCDF lacks, becomes float32.
+    """Write a dataset as a new NetCDF file. float16, which NetCDF lacks, becomes float32.
 
-    HDF5 ends a text at its first NUL. All texts of a variable that contains one (such as token strings of
-    bytes) are escaped, which its attribute `escaped` says.
+    HDF5 ends a text at its first NUL character. So where a variable has a text with NUL (such as the token
+    string of a zero byte), all its texts are escaped, and its attribute `escaped` says how to read them.
 
     Arguments:
         dataset: Labelled dataset, in any encoding.
         path: The new file.
-        note: Attributes of the file besides those of the dataset.
+        note: Further attributes of the file, besides those of the dataset.
 
     Raises:
         ShapeError: A variable is complex.
@@ -50,11 +50,13 @@ def write_netcdf(dataset: xr.Dataset, path: Path, note: Mapping[str, str]) -> No
         import h5netcdf  # noqa: F401 - xarray's engine
         import h5py  # noqa: F401 - what that writes with, and does not require
     except ImportError as error:
-        raise MissingExtra("NetCDF needs h5netcdf and h5py: pip install 'mizarr[netcdf]'") from error
+        raise MissingExtra(
+            "export as NetCDF needs h5netcdf and h5py: pip install 'mizarr[netcdf]'"
+        ) from error
     ready = shielded(dataset.drop_encoding())
     changed = {}
     for name, variable in ready.variables.items():
-        variable.attrs = _attributes(variable.attrs)
+        variable.attrs = _netcdf_attributes(variable.attrs)
         if variable.dtype.kind in "UTO":
             # h5netcdf writes objects as variable-length strings; numpy's StringDType it does not know.
             texts = np.asarray(variable.values, object)
@@ -64,24 +66,29 @@ def write_netcdf(dataset: xr.Dataset, path: Path, note: Mapping[str, str]) -> No
         elif variable.dtype == np.float16:
             changed[name] = (variable.dims, variable.astype(np.float32).data, variable.attrs)
         elif variable.dtype.kind == "c":
-            raise ShapeError(f"{name!r} is complex, which NetCDF does not support; export to zarr or npz")
+            raise ShapeError(
+                f"variable {name!r} is complex, which NetCDF cannot hold; export with --format zarr"
+            )
     ready = with_variables(ready, changed)
-    ready.attrs = {**_attributes(ready.attrs), **note}
+    ready.attrs = {**_netcdf_attributes(ready.attrs), **note}
     # Otherwise xarray writes NaN as fill value, and readers mask NaN activations.
     encoding = {name: {"_FillValue": None} for name, v in ready.variables.items() if v.dtype.kind == "f"}
-    with _PatientFile(path) as file:
+    with _ErrorKeepingFile(path) as file:
         ready.to_netcdf(file, engine="h5netcdf", encoding=encoding)
-    if file.refusal is not None:
-        raise file.refusal
+    if file.first_error is not None:
+        raise file.first_error
 
 
-def _attributes(attrs: Mapping[Any, Any]) -> dict[str, Any]:
+def _netcdf_attributes(attrs: Mapping[Any, Any]) -> dict[str, Any]:
     """Convert attributes for NetCDF: numbers and texts unchanged, other values as JSON text, None dropped."""
     values = {name: value for name, value in attrs.items() if value is not None}
-    return {name: value if _is_attribute(value) else json.dumps(value) for name, value in values.items()}
+    return {
+        name: value if _is_plain_attribute(value) else json.dumps(value) for name, value in values.items()
+    }
 
 
-def _is_attribute(value: Any) -> bool:
+def _is_plain_attribute(value: Any) -> bool:
+    """Whether NetCDF holds a value as it is: a number, or a text without NUL."""
     return "\0" not in value if isinstance(value, str) else isinstance(value, float) or type(value) is int
 
 
@@ -93,11 +100,11 @@ def _escaped(texts: npt.NDArray[np.object_]) -> npt.NDArray[np.object_]:
     return escaped
 
 
-class _PatientFile(io.RawIOBase):
-    """File object that accepts every write and keeps the system's first error in `refusal`."""
+class _ErrorKeepingFile(io.RawIOBase):
+    """File object that reports success for every write and keeps the system's first error."""
 
     def __init__(self, path: Path) -> None:
-        self.refusal: OSError | None = None
+        self.first_error: OSError | None = None
         self._file = path.open("x+b", buffering=0)
 
     def readable(self) -> bool:
@@ -118,12 +125,12 @@ class _PatientFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         written = 0
-        while written < len(view) and self.refusal is None:
+        while written < len(view) and self.first_error is None:
             try:
                 written += self._file.write(view[written:])
             except OSError as error:
-                self.refusal = error
-        if self.refusal is not None:
+                self.first_error = error
+        if self.first_error is not None:
             # HDF5 tracks positions itself, so they must advance as if the write had succeeded.
             self._file.seek(len(view) - written, io.SEEK_CUR)
         return len(view)
@@ -132,7 +139,7 @@ class _PatientFile(io.RawIOBase):
         try:
             return self._file.truncate(size)
         except OSError as error:
-            self.refusal = self.refusal or error
+            self.first_error = self.first_error or error
             return self._file.tell() if size is None else size
 
     def close(self) -> None:

@@ -41,12 +41,20 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 """First bytes of a file whose content git-lfs has not fetched."""
 _BLOB = re.compile(r"(?:sha256-)?([0-9a-f]{64})")
 _SHOWN = 40  # characters of a value in a message
+_JSON_NAMES = {
+    list: "a list",
+    str: "a text",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
 
 
 def json_object(
     path: Path, error: type[MizarrError], advice: str = "fetch it again", *, large_integers: bool = False
 ) -> dict[str, Any]:
-    """Read a JSON file that contains an object.
+    """Read a JSON file that another program wrote and that contains an object.
 
     Arguments:
         path: The file.
@@ -54,13 +62,16 @@ def json_object(
         advice: What to do about a damaged file.
         large_integers: Whether integers beyond 2**53 are allowed; tokenizers write 10**30 for "no limit".
 
+    Returns:
+        The object as a dict.
+
     Raises:
         error: The file cannot be read, contains another value, or differs from the digest in its name.
     """
     data = read_outside(path, error, advice, most=MOST_BYTES)
     value = _value_in(path, data, error, advice, large_integers=large_integers)
     if not isinstance(value, dict):
-        raise error(f"expected a JSON object in {path}, found {type(value).__name__}; {advice}")
+        raise error(f"expected a JSON object in {path}, found {_JSON_NAMES[type(value)]}; {advice}")
     return value
 
 
@@ -90,7 +101,7 @@ def _value_in(
 def read_outside(
     path: Path, error: type[MizarrError], advice: str = "fetch it again", *, most: int | None = None
 ) -> bytes:
-    """Read a whole file.
+    """Read the whole content of a file that another program wrote, after checks for damage.
 
     Arguments:
         path: The file.
@@ -105,23 +116,23 @@ def read_outside(
     require_content(path, error, advice)
     try:
         with path.open("rb") as file:
-            # One byte more than allowed tells too long a file, whatever its size was when it was looked at.
+            # One byte more than allowed shows that the file is too long, even if it grows while it is read.
             data = file.read() if most is None else file.read(most + 1)
     except OSError as reason:
-        raise error(f"expected a file at {path}, found {_reason(reason)}; {advice}") from reason
+        raise error(f"cannot read the file {path}: {_system_reason(reason)}; {advice}") from reason
     if most is not None and len(data) > most:
-        raise error(f"expected at most {most >> 20} MiB in {path}, found more; {advice}")
+        raise error(f"the file {path} is larger than the allowed {most >> 20} MiB; {advice}")
     name = named_digest(path)
     if name is not None and hashlib.sha256(data).hexdigest() != name:
         raise error(
-            f"expected the bytes of {path.resolve()} to have the sha256 in its name, found others: it is "
-            "damaged; remove it, and fetch it again"
+            f"the cached file {path.resolve()} is damaged: its content does not have the sha256 in its name; "
+            "remove it, and download it again"
         )
     return data
 
 
 def path_below(folder: Path, name: object, error: type[MizarrError], holder: Path | str) -> Path:
-    """Resolve a file name that was read from somebody else's file. All such names go through here.
+    """Resolve a file name that was read from another program's file; refuse one that leaves the folder.
 
     Arguments:
         folder: The folder that the name is relative to, and may not leave.
@@ -134,15 +145,16 @@ def path_below(folder: Path, name: object, error: type[MizarrError], holder: Pat
     """
     if not isinstance(name, str) or not is_below(name):
         raise error(
-            f"expected {holder} to name something below {folder}, found {name!r:.200}; correct that name"
+            f"expected {holder} to name a file inside the folder {folder}, found {name!r:.200}; correct that "
+            "name"
         )
     return folder / name
 
 
 def named_digest(path: Path) -> str | None:
-    """sha256 (hex) in the name of a linked cache blob; None for ordinary files.
+    """sha256 (64 hex digits) in the name of the cache file that a link leads to; None for other files.
 
-    The caches of Hugging Face (`<sha256>`) and Ollama (`sha256-<sha256>`) name their blobs so.
+    The caches of Hugging Face (`blobs/<sha256>`) and Ollama (`blobs/sha256-<sha256>`) name files so.
     """
     if not path.is_symlink():
         return None
@@ -153,7 +165,7 @@ def named_digest(path: Path) -> str | None:
 
 
 def require_content(path: Path, error: type[MizarrError], advice: str = "fetch it again") -> bool:
-    """Check for a regular, non-empty file with real content.
+    """Check that a path is a regular, non-empty file with real content, or that nothing is there.
 
     Arguments:
         path: Path of the file.
@@ -161,7 +173,7 @@ def require_content(path: Path, error: type[MizarrError], advice: str = "fetch i
         advice: What to do about a damaged file.
 
     Returns:
-        False if nothing is there.
+        True for such a file, False if nothing is there.
 
     Raises:
         error: A dangling link, a folder, pipe or other non-file, an empty or unreadable file, a git-lfs
@@ -172,24 +184,24 @@ def require_content(path: Path, error: type[MizarrError], advice: str = "fetch i
             return False
         if path.is_symlink() and not path.exists():
             raise error(
-                f"expected a file behind the link {path}, found that it leads to {path.readlink()}, which is "
-                "not there; put the file there, or fetch it again"
+                f"the link {path} leads to {path.readlink()}, which does not exist; put the file there, or "
+                "download it again"
             )
         if not path.is_file():
-            kind = "a folder" if path.is_dir() else "something else"
-            raise error(f"expected a file at {path}, found {kind}; give the file itself")
+            kind = "a folder" if path.is_dir() else "a pipe, socket or device"
+            raise error(f"expected a file at {path}, found {kind}; give the path of the file itself")
         with path.open("rb") as file:
             head = file.read(len(LFS_POINTER))
     except MizarrError:
         raise
     except (OSError, ValueError) as reason:  # ValueError: a NUL in the path
-        raise error(f"expected a file at {path}, found {_reason(reason)}; {advice}") from reason
+        raise error(f"cannot read the file {path}: {_system_reason(reason)}; {advice}") from reason
     if not head:
-        raise error(f"expected the content of {path}, found an empty file; {advice}")
+        raise error(f"the file {path} is empty; {advice}")
     if head == LFS_POINTER:
         raise error(
-            f"expected the content of {path}, found a pointer that git-lfs left in its place; run git lfs "
-            "pull in that folder"
+            f"the file {path} holds only a git-lfs pointer instead of its content; run `git lfs pull` in its "
+            "folder"
         )
     return True
 
@@ -208,7 +220,7 @@ def json_value(data: bytes | bytearray | memoryview, *, large_integers: bool = F
     try:
         text = bytes(data).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"bytes that are no UTF-8 (at byte {error.start})") from None
+        raise ValueError(f"text that is not UTF-8 (at byte {error.start})") from None
     try:
         value = json.loads(
             text,
@@ -223,7 +235,8 @@ def json_value(data: bytes | bytearray | memoryview, *, large_integers: bool = F
 
 
 def bounded_depth(value: Any, most: int) -> Any:
-    """Check the nesting of a parsed value and return it.
+    """Return a value parsed from JSON or YAML, unless it is nested so deeply or so large that later code
+    fails.
 
     Arguments:
         value: Lists, mappings and their items.
@@ -236,33 +249,36 @@ def bounded_depth(value: Any, most: int) -> Any:
     # Level by level instead of recursively: recursion is what deep nesting would overflow.
     level, count = [value], 0
     for _ in range(MOST_DEPTH + 1):
+        containers = [value for value in level if isinstance(value, dict | list)]
         level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            item
+            for container in containers
+            for item in (container.values() if isinstance(container, dict) else container)
         ]
         count += len(level)
         if count > most:
-            raise ValueError("more references between values than the file has characters")
+            raise ValueError(
+                "aliases (YAML references) that expand to more values than the file has characters"
+            )
         if not level:
             return value
     raise ValueError(f"values nested deeper than {MOST_DEPTH} levels")
 
 
-def _reason(error: OSError | ValueError) -> str:
-    """Text of a system error without the path, which messages name already."""
+def _system_reason(error: OSError | ValueError) -> str:
+    """Text of a system error without the path, such as "Permission denied"."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dict of a JSON object's names and values; ValueError for a name with two different values."""
     values = dict(pairs)
     if len(values) < len(pairs):
         # Duplicates with equal values are tolerated, as some tokenizer files have them.
         last: dict[str, Any] = {}
         for name, value in pairs:
             if name in last and not _is_same(last[name], value):
-                raise ValueError(f"two values of {name[:_SHOWN]!r}")
+                raise ValueError(f"two different values of the name {name[:_SHOWN]!r}")
             last[name] = value
     return values
 

@@ -30,42 +30,43 @@ if TYPE_CHECKING:
 
 __all__ = ["write_parquet"]
 
-ROWS = 20_000_000
+MOST_ROWS = 20_000_000
 """Maximum rows of a result without a token axis."""
-_GROUP = 16 << 20  # bytes of values per row group
+_GROUP_BYTES = 16 << 20  # bytes of values per Parquet row group
 
 
 def write_parquet(dataset: xr.Dataset, path: Path, layout: str, note: Mapping[str, Any]) -> None:
-    """Write a new Parquet file.
+    """Write a run or result as a new Parquet file.
 
     Arguments:
         dataset: Run or result.
         path: The new file.
-        layout: "long" or "wide".
-        note: Plain values for the file's metadata, under "mizarr".
+        layout: "long": a row per layer and token, a column per variable. "wide": a row per token, a column
+            per variable and layer.
+        note: Plain values on the origin of the data, stored in the file's metadata under "mizarr".
 
     Raises:
-        ShapeError: Attention patterns (two tokens per number), states after prompts (no token), or a result
-            with too many numbers for one row each.
+        ShapeError: The dataset has attention patterns (two tokens per number) or recurrent states (one per
+            prompt), or is a result with more than 20 million numbers, which need a row each.
         MissingExtra: pyarrow is not installed.
     """
     try:
         import pyarrow as pa
         from pyarrow import parquet
     except ImportError as error:
-        raise MissingExtra("Parquet needs pyarrow: pip install 'mizarr[corpora]'") from error
+        raise MissingExtra("export as Parquet needs pyarrow: pip install 'mizarr[corpora]'") from error
+    # Axes of variables that have no row per token, and what these variables are.
     matrices = dict.fromkeys(("pair", "square"), "attention patterns")
-    packed = {**matrices, "prompt_id": "what prompts leave behind"}
+    tokenless = {**matrices, "prompt_id": "states with one value per prompt"}
+    has_tokens = "token" in dataset.dims
     dims = {str(dim) for array in dataset.data_vars.values() for dim in array.dims}
-    refused = dims & set(packed) if "token" in dataset.dims else dims & set(matrices)
+    refused = dims & set(tokenless if has_tokens else matrices)
     if refused_dim := min(refused, default=None):
         raise ShapeError(
-            f"expected variables with one token per number, found {packed[refused_dim]} ({refused_dim}); "
-            "leave them out with --variables, or export to zarr, netcdf or npz"
+            f"Parquet has a row per token, which does not fit {tokenless[refused_dim]} (axis {refused_dim}); "
+            "name the other variables with --variables, or export with --format zarr, netcdf or npz"
         )
-    tables = (
-        _token_tables(dataset, layout, pa) if "token" in dataset.dims else _number_tables(dataset, layout, pa)
-    )
+    tables = _token_tables(dataset, layout, pa) if has_tokens else [_number_table(dataset, layout, pa)]
     metadata = {**note, "layout": layout, "attrs": plain(dataset.attrs)}
     writer = None
     try:
@@ -83,31 +84,34 @@ def write_parquet(dataset: xr.Dataset, path: Path, layout: str, note: Mapping[st
 
 
 def _token_tables(dataset: xr.Dataset, layout: str, pa: Any) -> Iterator[Any]:
+    """Yield Arrow tables of a dataset with a token axis: one per range of tokens, in layout "long" one per
+    range and layer."""
     layers = _layers(dataset)
-    for token_range in _ranges(dataset, len(layers) if layout == "long" and layers else 1):
-        token_slice = dataset.isel(token=token_range)
-        labels = _labels(token_slice, pa)
+    rows_per_token = len(layers) if layout == "long" and layers else 1
+    for token_range in _token_ranges(dataset, rows_per_token):
+        part = dataset.isel(token=token_range)
+        labels = _label_columns(part, pa)
         if layout == "wide":
             values = {
                 label: _vectors(array, pa)
-                for name in token_slice.data_vars
-                for label, array in _by_layer(token_slice, str(name), layers)
+                for name in part.data_vars
+                for label, array in _arrays_by_layer(part, str(name), layers)
             }
             yield pa.table(labels | values)
             continue
         layers_or_none: list[int | None] = [*layers] or [None]
         for layer in layers_or_none:
-            rows = token_slice.sizes["token"]
-            columns = {} if layer is None else {"layer": pa.array(np.full(rows, layer))}
-            for name in token_slice.data_vars:
-                array = _at(token_slice, str(name), layer)
-                nulls = pa.nulls(rows, _type(token_slice[name], pa))
+            n_tokens = part.sizes["token"]
+            columns = {} if layer is None else {"layer": pa.array(np.full(n_tokens, layer))}
+            for name in part.data_vars:
+                array = _at_layer(part, str(name), layer)
+                nulls = pa.nulls(n_tokens, _value_type(part[name], pa))
                 columns[str(name)] = nulls if array is None else _vectors(array, pa)
             yield pa.table(labels | columns)
 
 
-def _labels(part: xr.Dataset, pa: Any) -> dict[str, Any]:
-    """Label columns for a range of tokens."""
+def _label_columns(part: xr.Dataset, pa: Any) -> dict[str, Any]:
+    """Arrow columns with the labels of each token: its coordinates, and number and text of its prompt."""
     rows = part.sizes["token"]
     columns = {}
     for name, coord in part.coords.items():
@@ -127,29 +131,33 @@ def _labels(part: xr.Dataset, pa: Any) -> dict[str, Any]:
     return columns
 
 
-def _number_tables(dataset: xr.Dataset, layout: str, pa: Any) -> Iterator[Any]:
+def _number_table(dataset: xr.Dataset, layout: str, pa: Any) -> Any:
+    """Arrow table of a dataset without a token axis: a row per number, a column per axis and variable."""
     if layout == "wide":
-        raise ShapeError("expected a dataset with a token axis for layout 'wide', found none; use 'long'")
+        raise ShapeError(
+            "layout 'wide' has a row per token, and this dataset has no token axis; use --layout long"
+        )
     rows = math.prod(dataset.sizes.values())
-    if rows > ROWS:
+    if rows > MOST_ROWS:
         sizes = ", ".join(f"{dim} {size}" for dim, size in dataset.sizes.items())
         raise ShapeError(
-            f"expected at most {ROWS} rows, one per number, found {rows} ({sizes}); name fewer variables "
-            "with --variables, or export to zarr or netcdf"
+            f"Parquet would need {rows} rows, one per number ({sizes}), and at most {MOST_ROWS} are written; "
+            "name fewer variables with --variables, or export with --format zarr or netcdf"
         )
     frame = (
         dataset.to_dataframe().reset_index() if dataset.sizes else dataset.expand_dims("row").to_dataframe()
     )
-    yield pa.table({str(name): _column(frame[name].to_numpy(), pa) for name in frame.columns})
+    return pa.table({str(name): _column(frame[name].to_numpy(), pa) for name in frame.columns})
 
 
-def _ranges(dataset: xr.Dataset, rows: int) -> Iterator[slice]:
-    """Token ranges that make row groups of about `_GROUP` bytes, if each token has `rows` rows."""
-    n = dataset.sizes["token"]
-    wide = sum(array.nbytes for array in dataset.data_vars.values()) // (max(n, 1) * rows)
-    step = max(1, _GROUP // max(wide, 1))
-    for start in range(0, max(n, 1), step):
-        yield slice(start, min(start + step, n))
+def _token_ranges(dataset: xr.Dataset, rows_per_token: int) -> Iterator[slice]:
+    """Yield token ranges whose Parquet row groups have about 16 MiB."""
+    n_tokens = dataset.sizes["token"]
+    total_bytes = sum(array.nbytes for array in dataset.data_vars.values())
+    row_bytes = total_bytes // (max(n_tokens, 1) * rows_per_token)
+    step = max(1, _GROUP_BYTES // max(row_bytes, 1))
+    for start in range(0, max(n_tokens, 1), step):
+        yield slice(start, min(start + step, n_tokens))
 
 
 def _layers(dataset: xr.Dataset) -> list[int]:
@@ -158,9 +166,8 @@ def _layers(dataset: xr.Dataset) -> list[int]:
     return sorted({int(layer) for dim in dims for layer in dataset[dim].values})
 
 
-def _at(dataset: xr.Dataset, name: str, layer: int | None) -> xr.DataArray | None:
-    """Select a layer of a variable; None if it lacks the layer, the variable itself if it has no layer
-    axis."""
+def _at_layer(dataset: xr.Dataset, name: str, layer: int | None) -> xr.DataArray | None:
+    """One layer of a variable; None if it lacks the layer, the whole variable if it has no layer axis."""
     array = dataset[name]
     dim = layer_dim(array)
     if dim is None:
@@ -168,15 +175,16 @@ def _at(dataset: xr.Dataset, name: str, layer: int | None) -> xr.DataArray | Non
     return array.sel({dim: layer}) if layer in array[dim].values else None
 
 
-def _by_layer(dataset: xr.Dataset, name: str, layers: list[int]) -> Iterator[tuple[str, xr.DataArray]]:
+def _arrays_by_layer(dataset: xr.Dataset, name: str, layers: list[int]) -> Iterator[tuple[str, xr.DataArray]]:
+    """Yield (column name, array) for each layer of a variable, such as "resid_post.5"."""
     layers_or_none: list[int | None] = [*layers] if layer_dim(dataset[name]) is not None else [None]
     for layer in layers_or_none:
-        array = _at(dataset, name, layer)
+        array = _at_layer(dataset, name, layer)
         if array is not None:
             yield name if layer is None else f"{name}.{layer}", array
 
 
-def _type(array: xr.DataArray, pa: Any) -> Any:
+def _value_type(array: xr.DataArray, pa: Any) -> Any:
     """Parquet type of a variable's values per token and layer: a number or a fixed-size list."""
     dims = [dim for dim in array.dims if dim != "token" and not str(dim).startswith("layer")]
     kind = pa.from_numpy_dtype(array.dtype)
@@ -187,7 +195,8 @@ def _vectors(array: xr.DataArray, pa: Any) -> Any:
     """Values as one Parquet entry per token: a number or a fixed-size list."""
     if "token" not in array.dims:
         raise ShapeError(
-            f"expected {array.name!r} with a token axis, found {array.dims}; leave it out with --variables"
+            f"variable {array.name!r} has axes {array.dims}, and Parquet has a row per token; name the other "
+            "variables with --variables"
         )
     rows = array.transpose("token", ...).values
     flat = _column(np.ascontiguousarray(rows).reshape(-1), pa)
@@ -195,6 +204,7 @@ def _vectors(array: xr.DataArray, pa: Any) -> Any:
 
 
 def _column(values: npt.NDArray[Any], pa: Any) -> Any:
+    """Arrow array of numbers or texts, [row]."""
     if values.dtype.kind in "UTO":
         return pa.array([str(value) for value in values], pa.string())
     return pa.array(values)

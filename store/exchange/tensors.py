@@ -83,12 +83,13 @@ _MOST_NPY_HEADER = 10_000
 """Maximum bytes of an npy header, numpy's limit."""
 _DEFLATE = 1032
 """Maximum compression ratio of deflate (zlib, technical details)."""
-_AT_ONCE = 1 << 20  # bytes per read of an archive member
+_READ_BYTES = 1 << 20  # bytes per read of an archive member
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One array to write, as consecutive blocks in C order that together have this shape."""
+    """One array to write to a file, given as consecutive blocks in C order, so that it need not fit into
+    memory."""
 
     name: str
     """Name in the file."""
@@ -134,7 +135,8 @@ def mapped_tensor(path: Path, entry: Mapping[str, Any], start: int, name: str) -
     """
     if entry["dtype"] not in CODES:
         raise WeightsError(
-            f"expected {name!r} as one of {', '.join(CODES)}, found {entry['dtype']}; convert the file"
+            f"tensor {name!r} of {path} has dtype {entry['dtype']}, which numpy cannot hold; convert it to "
+            f"one of {', '.join(CODES)}"
         )
     begin, end = entry["data_offsets"]
     if end == begin:  # mmap refuses length 0
@@ -169,7 +171,10 @@ def write_safetensors(path: Path, tensors: Sequence[Tensor], metadata: Mapping[s
     start = 0
     for tensor in tensors:
         if tensor.dtype.newbyteorder("<") not in codes:
-            raise ShapeError(f"expected {tensor.name!r} as one of {', '.join(CODES)}, found {tensor.dtype}")
+            raise ShapeError(
+                f"tensor {tensor.name!r} has dtype {tensor.dtype}, which safetensors cannot hold; convert it "
+                f"to one of {', '.join(CODES)}"
+            )
         # Offsets are relative to the end of the header, so they can be computed before it is written.
         header[tensor.name] = {
             "dtype": codes[tensor.dtype.newbyteorder("<")],
@@ -188,7 +193,7 @@ def write_safetensors(path: Path, tensors: Sequence[Tensor], metadata: Mapping[s
 
 @dataclass(frozen=True)
 class NpyLayout:
-    """Position and form of the array in an npy member of an npz file."""
+    """Dtype, shape and position of one array in an npz file, as its npy header states them."""
 
     dtype: np.dtype[Any]
     """Dtype of the numbers, with their byte order."""
@@ -201,7 +206,7 @@ class NpyLayout:
 
 
 def read_npz(path: Path) -> dict[str, Array]:
-    """Arrays of an npz file by name, memory-mapped if uncompressed, with verified checksums.
+    """Read the arrays of an npz file by name, memory-mapped if uncompressed, after verifying checksums.
 
     Raises:
         ConfigError: The file is damaged, is no npz file, or contains Python objects.
@@ -211,7 +216,7 @@ def read_npz(path: Path) -> dict[str, Array]:
 
 
 def npz_layouts(path: Path, error: type[MizarrError]) -> dict[str, NpyLayout]:
-    """Form of the arrays in an npz file by name, read from their headers.
+    """Read dtype and shape of each array in an npz file, by name, from the headers alone.
 
     Arguments:
         path: The file.
@@ -226,7 +231,8 @@ def npz_layouts(path: Path, error: type[MizarrError]) -> dict[str, NpyLayout]:
 
 
 def npz_array(path: Path, name: str, error: type[MizarrError]) -> Array:
-    """One array of an npz file, memory-mapped copy-on-write if uncompressed, with verified checksum.
+    """Read one array of an npz file after verifying its checksum; memory-mapped copy-on-write if
+    uncompressed.
 
     Arguments:
         path: The file.
@@ -277,12 +283,15 @@ def as_bfloat16(array: Array, name: str) -> Array:
     if array.dtype == CODES["BF16"]:
         return array
     if array.dtype.itemsize != 2 or array.dtype.kind not in "uiV":
-        raise ShapeError(f"expected {name!r} as raw 2-byte values to read as bfloat16, found {array.dtype}")
+        raise ShapeError(
+            f"array {name!r} has dtype {array.dtype} and cannot be read as bfloat16, which takes raw 2-byte "
+            "values; leave out dtype='bfloat16'"
+        )
     return array.view(CODES["BF16"])
 
 
 def release(array: Array) -> None:
-    """Release the pages of a memory-mapped array from this process; they are mapped again on access."""
+    """Free the memory that a memory-mapped array takes in this process; it is read again on access."""
     if (mapped := mmap_of(array)) is not None:
         # Read-only file maps: dropped pages are read again from the file.
         mapped.madvise(mmap.MADV_DONTNEED)
@@ -292,7 +301,7 @@ def release(array: Array) -> None:
 def _opened_npz(
     path: Path, error: type[MizarrError], advice: str
 ) -> Iterator[tuple[zipfile.ZipFile, BinaryIO]]:
-    """Open an npz file as (archive, raw file); anything the block raises about its content becomes
+    """Context manager: open an npz file as (archive, raw file); exceptions about its content are raised as
     `error`."""
     require_content(path, error, advice)
     try:
@@ -304,8 +313,7 @@ def _opened_npz(
     # bytes.
     except Exception as reason:
         raise error(
-            f"expected an npz file of named arrays at {path}, found one that cannot be read "
-            f"({str(reason) or type(reason).__name__:.200}); {advice}"
+            f"the npz file {path} cannot be read ({str(reason) or type(reason).__name__:.200}); {advice}"
         ) from reason
 
 
@@ -318,28 +326,32 @@ def _members(archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, zipfile.ZipI
             continue
         name = member.filename.removesuffix(".npy")
         if name in members:
-            raise ValueError(f"two arrays {name!r:.80}")
+            raise ValueError(f"it has two arrays named {name!r:.80}")
         # Bit 0 of the general purpose flags marks encryption (APPNOTE 4.4.4).
         if member.flag_bits & 1:
-            raise ValueError(f"{name!r:.80} is encrypted")
+            raise ValueError(f"its array {name!r:.80} is encrypted")
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise ValueError(f"{name!r:.80} is compressed in another way than np.savez_compressed does")
+            raise ValueError(
+                f"its array {name!r:.80} is compressed in another way than by np.savez_compressed"
+            )
         # A zip bomb claims more than deflate can produce from its bytes.
         ratio = 1 if member.compress_type == zipfile.ZIP_STORED else _DEFLATE
         if member.compress_size > size or member.file_size > member.compress_size * ratio:
-            raise ValueError(f"{name!r:.80} would have {member.file_size} bytes, more than the file can hold")
+            raise ValueError(
+                f"its array {name!r:.80} would have {member.file_size} bytes, more than the file can hold"
+            )
         members[name] = member
     return members
 
 
 def _layout(head: bytes, member: zipfile.ZipInfo) -> NpyLayout:
-    """Parse an npy header; ValueError for Python objects, or if the member has another length."""
+    """Parse the npy header of an archive member; ValueError for Python objects or an impossible length."""
     stream = io.BytesIO(head)
     version = np.lib.format.read_magic(stream)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, is_fortran, dtype = read(stream)
     if dtype.hasobject:
-        raise ValueError(f"{member.filename!r:.80} holds Python objects")
+        raise ValueError(f"its array {member.filename!r:.80} holds Python objects instead of numbers")
     layout = NpyLayout(
         dtype, tuple(int(length) for length in shape), "F" if is_fortran else "C", stream.tell()
     )
@@ -347,8 +359,8 @@ def _layout(head: bytes, member: zipfile.ZipInfo) -> NpyLayout:
     nbytes = math.prod(layout.shape) * dtype.itemsize
     if layout.start + nbytes != member.file_size:
         raise ValueError(
-            f"{member.filename!r:.80} has {member.file_size - layout.start} bytes of numbers, not the "
-            f"{nbytes} of {dtype} {list(layout.shape)!s:.80}"
+            f"its array {member.filename!r:.80} has {member.file_size - layout.start} bytes of numbers, and "
+            f"{dtype} of shape {list(layout.shape)!s:.80} needs {nbytes}"
         )
     return layout
 
@@ -364,13 +376,14 @@ def _npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: BinaryIO, mode
     """
     is_stored = member.compress_type == zipfile.ZIP_STORED
     parts = []
-    with archive.open(member) as stream:  # read sequentially: after a seek zipfile verifies no checksum
-        data = stream.read(_AT_ONCE)
+    # Also a member that is mapped below is read once, sequentially: zipfile verifies its checksum only so.
+    with archive.open(member) as stream:
+        data = stream.read(_READ_BYTES)
         layout = _layout(data, member)
         while data:
             if not is_stored:
                 parts.append(data)
-            data = stream.read(_AT_ONCE)
+            data = stream.read(_READ_BYTES)
     if math.prod(layout.shape) * layout.dtype.itemsize == 0:  # mmap refuses length 0
         return np.empty(layout.shape, layout.dtype)
     if is_stored:
@@ -381,26 +394,26 @@ def _npy(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: BinaryIO, mode
     # bytearray, so that the array is writable without a further copy.
     content = bytearray(b"".join(parts))
     if len(content) != member.file_size:
-        raise ValueError(f"{member.filename!r:.80} is cut short")
+        raise ValueError(f"its array {member.filename!r:.80} is cut short")
     flat: Array = np.frombuffer(content, layout.dtype, offset=layout.start)
     return flat.reshape(layout.shape, order=layout.order)
 
 
 def _data_offset(file: BinaryIO, member: zipfile.ZipInfo) -> int:
-    """Offset of a member's bytes in the zip file.
+    """Offset in the zip file of a member's bytes, which follow its local header.
 
-    Its local header comes first, and may be longer than that in the central directory (APPNOTE 4.3.7).
+    That header may be longer than the copy in the central directory (APPNOTE 4.3.7), so it is read here.
     """
-    # Fields at 26 and 28 of the local header: lengths of name and extra field.
+    # 30 bytes of fixed fields, of which the last two are the lengths of the name and of the extra field.
     file.seek(member.header_offset + 26)
-    name, extra = struct.unpack("<HH", file.read(4))
-    return int(member.header_offset + 30 + name + extra)
+    name_length, extra_length = struct.unpack("<HH", file.read(4))
+    return int(member.header_offset + 30 + name_length + extra_length)
 
 
 def _require_lengths(shape: Sequence[int]) -> None:
     """ValueError for impossible shapes; an axis of length 0 does not make other lengths valid."""
     if any(length < 0 for length in shape) or math.prod(length or 1 for length in shape) >= 1 << 60:
-        raise ValueError(f"expected sizes of axes, found {list(shape)!s:.80}")
+        raise ValueError(f"the impossible shape {list(shape)!s:.80}")
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
@@ -413,31 +426,35 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
         # Checked before reading: eight arbitrary bytes would otherwise be taken as a length.
         if not 0 < length <= min(size - 8, _MOST_HEADER):
             raise WeightsError(
-                f"{path} is no complete safetensors file: expected a header of {length} bytes, found "
-                f"{max(size - 8, 0)}; fetch it again"
+                f"{path} is not a complete safetensors file: its header should have {length} bytes, and "
+                f"{max(size - 8, 0)} follow; download it again"
             )
         text = file.read(length)
     try:
         header = json_value(text)
         if not isinstance(header, dict):
-            raise ValueError(f"a header that is no object but {type(header).__name__}")
+            raise ValueError(f"a header that is a JSON {type(header).__name__} instead of an object")
         metadata = header.get(METADATA) or {}
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-            raise ValueError(f"a {METADATA} that is not texts by name")
-        ends = _checked_ranges({name: entry for name, entry in header.items() if name != METADATA})
+            raise ValueError(f"an entry {METADATA} that is not a mapping of names to texts")
+        data_bytes = _verified_data_length(
+            {name: entry for name, entry in header.items() if name != METADATA}
+        )
     except ValueError as error:
-        raise WeightsError(f"{path} is no safetensors file: found {error}; fetch it again") from error
-    needed = 8 + length + ends
+        raise WeightsError(
+            f"{path} is not a valid safetensors file: found {error}; download it again"
+        ) from error
+    needed = 8 + length + data_bytes
     if needed != size:
         raise WeightsError(
             f"{path} is {'truncated' if size < needed else 'damaged'}: expected {needed} bytes, found "
-            f"{size}; fetch it again"
+            f"{size}; download it again"
         )
     return header, 8 + length
 
 
-def _checked_ranges(entries: Mapping[str, Any]) -> int:
-    """Verify the entries of a header; returns the end of the last byte range.
+def _verified_data_length(entries: Mapping[str, Any]) -> int:
+    """Verify the entries of a safetensors header; return how many bytes of data must follow it.
 
     Raises:
         ValueError: An entry is malformed, its range has another length than dtype and shape require, or
@@ -451,15 +468,15 @@ def _checked_ranges(entries: Mapping[str, Any]) -> int:
             ):
                 pass
             case _:
-                raise ValueError(f"an entry {name!r:.80} without dtype, shape and data_offsets")
+                raise ValueError(f"tensor {name!r:.80} without dtype, shape and data_offsets")
         if dtype not in _BITS:
-            raise ValueError(f"{name!r:.80} of dtype {dtype!r:.40}, which the format does not have")
+            raise ValueError(f"tensor {name!r:.80} of dtype {dtype!r:.40}, which the format does not have")
         _require_lengths(shape)
         bits = math.prod(shape) * _BITS[dtype]
         if not 0 <= begin <= end or bits != 8 * (end - begin):
             raise ValueError(
-                f"bytes {begin} to {end} for {name!r:.80}, which as {dtype} of shape {shape!s:.80} has "
-                f"{-(-bits // 8)}"
+                f"bytes {begin} to {end} for tensor {name!r:.80}, which as {dtype} of shape {shape!s:.80} "
+                f"needs {-(-bits // 8)} bytes"
             )
         ranges.append((begin, end, name))
     expected = 0
@@ -467,7 +484,7 @@ def _checked_ranges(entries: Mapping[str, Any]) -> int:
     for begin, end, name in sorted(ranges):
         if begin != expected:
             raise ValueError(
-                f"{name!r:.80} at byte {begin}, where {expected} was expected: ranges overlap or leave gaps"
+                f"tensor {name!r:.80} at byte {begin} instead of {expected}: tensors overlap or leave gaps"
             )
         expected = end
     return expected
@@ -481,4 +498,7 @@ def _bytes(tensor: Tensor) -> Iterator[bytes | memoryview]:
         written += ready.nbytes
         yield raw_bytes(ready)
     if written != tensor.nbytes:
-        raise ShapeError(f"expected {tensor.nbytes} bytes of {tensor.name!r}, found {written}")
+        raise ShapeError(
+            f"the blocks of tensor {tensor.name!r} have {written} bytes together, its shape {tensor.shape} "
+            f"and dtype {tensor.dtype} need {tensor.nbytes}"
+        )

@@ -27,8 +27,8 @@ __all__ = ["QUOTA", "ReadCache", "cache_folder"]
 
 QUOTA = "MIZARR_CACHE_QUOTA"
 """Environment variable: size of the cache, such as 10GB; 0 disables it. Default: 10 GiB."""
-_DEFAULT = 10 << 30
-_SHARE = 16  # the cache is scanned after every sixteenth of the quota that was downloaded
+_DEFAULT_QUOTA = 10 << 30
+_SCANS_PER_QUOTA = 16  # the cache is scanned after every sixteenth of the quota that was downloaded
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
@@ -38,28 +38,30 @@ def cache_folder() -> Path:
 
 
 class ReadCache:
-    """Sparse local copies of objects.
+    """Cache of byte ranges downloaded from a bucket, as sparse local copies of its objects.
 
     Arguments:
         folder: Folder of the copies; created when needed.
-        quota: Bytes of all copies; 0 keeps nothing beyond the process.
+        quota: Bytes that all copies may have; 0 keeps nothing beyond the end of the process.
     """
 
     def __init__(self, folder: Path, quota: int) -> None:
         self._folder, self._quota = folder, quota
-        self._fetched = quota  # so the first use scans what earlier processes have left
+        # Bytes downloaded since the last scan; starts at the quota, so that the first use scans what earlier
+        # processes have left.
+        self._downloaded = quota
         self._lock = threading.Lock()
 
     @classmethod
     def of_user(cls) -> ReadCache:
-        """The cache in the user's cache folder. StoreError for an invalid $MIZARR_CACHE_QUOTA."""
+        """Open the cache in the user's cache folder. StoreError for an invalid $MIZARR_CACHE_QUOTA."""
         return cls(cache_folder() / "objects", quota())
 
     def open(self, name: str, stamp: Stamp, size: int) -> int:
-        """Open the sparse copy of an object: earlier downloads, holes elsewhere.
+        """Open the local copy of an object: what was downloaded earlier, and zeros elsewhere.
 
-        Without a quota, or on a disk that refuses, the file is anonymous and vanishes with its last
-        descriptor.
+        Without a quota, or if the cache folder cannot be written, the file has no name and vanishes with its
+        last descriptor.
 
         Arguments:
             name: URL of the object.
@@ -71,7 +73,7 @@ class ReadCache:
         """
         if self._quota:
             with suppress(OSError):
-                return self._named(self._path(name, stamp), size)
+                return self._open_copy(self._path(name, stamp), size)
         # Anonymous: the kernel removes it with the last descriptor, even after a kill.
         with tempfile.TemporaryFile() as file:
             handle = os.dup(file.fileno())
@@ -79,16 +81,18 @@ class ReadCache:
         return handle
 
     def added(self, nbytes: int) -> None:
-        """Count `nbytes` that were downloaded, and evict files when enough has come together."""
+        """Count bytes that were downloaded; after each sixteenth of the quota, evict files above the
+        quota."""
         # The scan below runs outside the lock: it walks the whole cache and must not stall other downloads.
         with self._lock:
-            self._fetched += nbytes
-            if not self._quota or self._fetched < self._quota / _SHARE:
+            self._downloaded += nbytes
+            if not self._quota or self._downloaded < self._quota / _SCANS_PER_QUOTA:
                 return
-            self._fetched = 0
+            self._downloaded = 0
         self._make_room()
 
-    def _named(self, path: Path, size: int) -> int:
+    def _open_copy(self, path: Path, size: int) -> int:
+        """Open or create a file of the cache with `size` bytes; returns its descriptor."""
         self.added(0)
         path.parent.mkdir(parents=True, exist_ok=True)
         # O_NOFOLLOW: in a shared folder somebody may have put a link to a file that is not ours to write.
@@ -123,11 +127,14 @@ class ReadCache:
 
 
 def quota() -> int:
-    """Bytes that $MIZARR_CACHE_QUOTA allows. StoreError if it is no size."""
+    """Size in bytes that the cache of downloads may have, from $MIZARR_CACHE_QUOTA; StoreError if invalid."""
     setting = os.environ.get(QUOTA)
     if not setting:
-        return _DEFAULT
+        return _DEFAULT_QUOTA
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", setting.lower())
     if match is None:
-        raise StoreError(f"expected a size such as 10GB in {QUOTA}, found {setting!r}; set it so, or to 0")
+        raise StoreError(
+            f"expected a size such as 10GB in the environment variable {QUOTA}, found {setting!r}; set such "
+            "a size, or 0 for no cache"
+        )
     return int(float(match[1]) * _UNITS[match[2]])

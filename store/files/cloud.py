@@ -36,14 +36,14 @@ CREDENTIALS = {
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
 }
-"""What an error message tells users to set, per scheme; docs on remote stores list all ways."""
+"""Environment variables with credentials, per scheme, as error messages name them."""
 _RETRIES = 4
 # Server messages may quote parts of a signed request: values of these fields are not shown.
 _DETAILS = re.compile(r"(?i)(signature|credential|token|accesskeyid|sig|key)[^\s,;]*\s*[=:]\s*[^\s,;<>]+")
 
 
 def normalised(address: str) -> str:
-    """The canonical spelling of a store URL.
+    """Validate the URL of a store in a bucket and return it in canonical spelling.
 
     Raises:
         StoreFormatError: The URL has another scheme, no bucket, an unsafe prefix, credentials or options.
@@ -52,18 +52,19 @@ def normalised(address: str) -> str:
     if parts.scheme not in SCHEMES:
         some = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise StoreFormatError(
-            f"expected a folder, or a URL that begins with {some}, found one that begins with "
-            f"{parts.scheme + '://'!r}; name a store so"
+            f"expected a store as a folder, or as a URL that begins with {some}, found one that begins with "
+            f"{parts.scheme + '://'!r}"
         )
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise StoreFormatError(
-            f"expected {parts.scheme}://BUCKET/PREFIX and no more, found a URL with credentials or options "
-            "in it; leave them out: credentials are read from the environment, a profile or the role"
+            f"the URL of a store is {parts.scheme}://BUCKET/PREFIX, without credentials or options; leave "
+            "them out: credentials are read from the environment, a profile or the role"
         )
     path = parts.path.removeprefix("/").removesuffix("/")
     if not parts.netloc or any(step in ("", ".", "..") for step in path.split("/") if path):
         raise StoreFormatError(
-            f"expected {parts.scheme}://BUCKET/PREFIX, found {address!r}; name a bucket and a plain prefix"
+            f"expected the URL of a store as {parts.scheme}://BUCKET/PREFIX, found {address!r}; name a "
+            "bucket, and a prefix without empty parts, '.' and '..'"
         )
     return f"{parts.scheme}://{parts.netloc}" + (f"/{path}" if path else "")
 
@@ -73,33 +74,35 @@ _in_memory: dict[str, ObjectStore] = {}
 
 
 def connected(address: str) -> ObjectStore:
-    """Client for a normalised address; sends no request yet.
+    """Client for the object store at a URL returned by `normalised`; sends no request yet.
 
     Raises:
         MissingExtra: obstore is not installed.
         StoreError: The environment's settings are invalid.
     """
     if find_spec("obstore") is None:
-        raise MissingExtra(f"{address} needs obstore, not installed here; pip install 'mizarr[remote]'")
+        raise MissingExtra(f"the store {address} needs obstore: pip install 'mizarr[remote]'")
     if address.startswith("memory://"):
         from obstore.store import MemoryStore
 
-        return _in_memory.setdefault(
-            address, MemoryStore()
-        )  # setdefault is atomic: one store for all threads
-    return _connected(address)
+        # setdefault is atomic: one store for all threads
+        return _in_memory.setdefault(address, MemoryStore())
+    return _bucket_client(address)
 
 
 @lru_cache(maxsize=16)
-def _connected(address: str) -> ObjectStore:
+def _bucket_client(address: str) -> ObjectStore:
+    """obstore's client for a bucket, with time-outs, retries and credentials from the environment."""
     from obstore.exceptions import BaseError
     from obstore.store import from_url
 
     try:
         seconds = float(os.environ.get(TIMEOUT) or 120)
     except ValueError:
-        reason = os.environ[TIMEOUT]
-        raise StoreError(f"expected seconds in {TIMEOUT}, found {reason!r}; set it to a number") from None
+        setting = os.environ[TIMEOUT]
+        raise StoreError(
+            f"expected a number of seconds in the environment variable {TIMEOUT}, found {setting!r}"
+        ) from None
     scheme = address.partition("://")[0]
     client: ClientConfig = {
         # A wrong host should fail in seconds; a slow transfer may take the whole time-out.
@@ -118,7 +121,7 @@ def _connected(address: str) -> ObjectStore:
         # Quoted parts are cut: a user may have put a key where the path of a key file belongs.
         reason = re.sub(r"""(["'`]).*?\1|(?<=file from ).*(?=: )""", "…", _first_line(error))[:300]
         raise StoreUnreachable(
-            f"{address}: expected environment variables that configure the store, found invalid ones "
+            f"{address}: the environment variables that configure access to this store are invalid "
             f"({reason}); set {CREDENTIALS[scheme]}"
         ) from None
 
@@ -134,17 +137,18 @@ def _is_plain_http(scheme: str) -> bool:
         parts = urlsplit(os.environ[name])
         if parts.scheme not in ("http", "https") or not parts.netloc or "@" in parts.netloc:
             raise StoreError(
-                f"expected http:// or https:// and a host in {name}, found something else; set it so, with "
-                "no credentials in it, or leave it out"
+                f"expected the environment variable {name} to be http:// or https:// and a host, without "
+                "credentials, found another value; set it so, or unset it"
             )
     return any(os.environ[name].startswith("http:") for name in names)
 
 
 def _aws_credentials() -> dict[str, Any]:
-    """Credentials from boto3 (profiles, SSO, roles), where it is installed and the environment has no key."""
+    """Options for obstore with credentials from boto3 (profiles, SSO, roles); empty if the environment has a
+    key or boto3 is not installed."""
     # boto3 is imported only if obstore would find nothing by itself; it also reads profiles in ~/.aws.
-    alone = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE")
-    if any(name in os.environ for name in alone) or find_spec("boto3") is None:
+    read_by_obstore = ("AWS_ACCESS_KEY_ID", "AWS_SKIP_SIGNATURE", "AWS_WEB_IDENTITY_TOKEN_FILE")
+    if any(name in os.environ for name in read_by_obstore) or find_spec("boto3") is None:
         return {}
     from obstore.auth.boto3 import Boto3CredentialProvider
 
@@ -152,27 +156,27 @@ def _aws_credentials() -> dict[str, Any]:
         return {"credential_provider": Boto3CredentialProvider()}
     except ValueError:
         raise StoreUnreachable(
-            "expected AWS credentials in the environment, a profile or the role of this machine, found none; "
-            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+            "no AWS credentials were found in the environment, a profile or the role of this machine; set "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
         ) from None
 
 
 def is_worth_a_retry(error: BaseException) -> bool:
-    """Whether the same request may succeed later: server overloaded, connection cut, timeout."""
+    """Whether a failed request may succeed if it is repeated: server overloaded, connection cut, timeout."""
     if (status := _status(error)) is not None:
         return status in (408, 429) or status >= 500
     message = _message(error)
     # First the permanent errors: some of their texts also contain words of the transient ones below.
     if re.search("dns error|builder error|NoSuchBucket|AccessDenied|token request", message):
         return False  # permanent: a retry would get the same answer
-    kinds = (
+    transient = (
         "timed? ?out|connection|reset|incomplete|closed|body|server error|internal ?error|SlowDown|HTTP error"
     )
-    return re.search(f"(?i){kinds}", message) is not None
+    return re.search(f"(?i){transient}", message) is not None
 
 
 def as_store_error(error: Exception, url: str) -> StoreError:
-    """Translate an error of obstore to a store error that names the remedy.
+    """Translate an error of the client library obstore to a StoreError that says what to do.
 
     Arguments:
         error: What obstore raised.
@@ -181,33 +185,32 @@ def as_store_error(error: Exception, url: str) -> StoreError:
     message, status = _message(error), _status(error)
     keys = CREDENTIALS.get(url.partition("://")[0], "those of the provider")
     if "NoSuchBucket" in message or "ContainerNotFound" in message:
-        return StoreFormatError(f"{url}: expected a bucket that exists, found none of that name; create it")
+        return StoreFormatError(f"{url}: there is no bucket of this name; create it, or correct the URL")
     # obstore's messages are the only source: it raises one class for all HTTP failures. The tests against
     # emulators and a fault proxy fail if a new version rephrases them.
     if "token request" in message or (status is None and re.search("(?i)credential", message)):
         return StoreUnreachable(
-            f"{url}: expected credentials in the environment, a profile or the role of this machine, found "
-            f"none that give access; set {keys}"
+            f"{url}: no credentials that give access were found in the environment, a profile or the role of "
+            f"this machine; set {keys}"
         )
-    wrong = "InvalidAccessKeyId|SignatureDoesNotMatch|AuthenticationFailed|failed to authenticate"
-    if status == 401 or re.search(wrong, message):
-        return StoreUnreachable(
-            f"{url}: expected credentials the store accepts, found some that were denied; check {keys}"
-        )
+    denied = "InvalidAccessKeyId|SignatureDoesNotMatch|AuthenticationFailed|failed to authenticate"
+    if status == 401 or re.search(denied, message):
+        return StoreUnreachable(f"{url}: the object store denied the credentials; check {keys}")
     if status == 403 or isinstance(error, PermissionError) or "AccessDenied" in message:
-        return StoreUnreachable(f"{url}: access denied; check the credentials and what they allow")
+        return StoreUnreachable(
+            f"{url}: the object store denied access; check {keys}, and what these credentials may do"
+        )
     if re.search("(?i)timed? ?out|deadline", message):
         return StoreUnreachable(
-            f"{url}: no answer in time, {_RETRIES} further attempts included; try again, or set "
-            f"{TIMEOUT} to more seconds"
+            f"{url}: the object store did not answer in time, nor in {_RETRIES} further attempts; try again, "
+            f"or set the environment variable {TIMEOUT} to more seconds"
         )
     if re.search("dns error|ConnectionRefused", message):
         return StoreUnreachable(
-            f"{url}: expected a server, found none there; check the network, and the account or endpoint in "
-            "the environment"
+            f"{url}: no server was reached; check the network, and the account or endpoint in the environment"
         )
     first = _DETAILS.sub(r"\1=…", _first_line(error))[:300]
-    return StoreUnreachable(f"{url}: the object store did not do what was asked ({first}); try again")
+    return StoreUnreachable(f"{url}: the object store failed ({first}); try again")
 
 
 def _first_line(error: BaseException) -> str:

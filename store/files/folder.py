@@ -41,17 +41,18 @@ _UNSAFE = re.compile(r"(^|/)\.{0,2}(/|$)|[\x00-\x1f\x7f\\]")
 
 
 def is_below(name: str) -> bool:
-    """Whether a relative path stays below its folder, judged by its spelling alone.
+    """Whether a relative path stays inside its folder and has no control characters or backslashes.
+
+    Judged by its spelling alone: without empty components, "." and "..".
 
     Arguments:
-        name: Components separated by "/"; possibly read from a file that somebody else wrote.
+        name: Components separated by "/", possibly read from a file that somebody else wrote.
     """
     return _UNSAFE.search(name) is None
 
 
 def checked(name: str) -> str:
-    """Return `name` unchanged if it stays below the root of its store. Every path goes through here before it
-    is used on a disk or in a bucket.
+    """Return a path within a store unchanged if it is safe; every path is checked so before it is used.
 
     Arguments:
         name: Components separated by "/", possibly read from a file that somebody else wrote; "" is the root.
@@ -60,12 +61,14 @@ def checked(name: str) -> str:
         CorruptEntry: The path leaves the store, or has characters that files of a store do not have.
     """
     if name and not is_below(name):
-        raise CorruptEntry(f"expected a name below the folder of a store, found {name!r:.80}; {REPAIR}")
+        raise CorruptEntry(
+            f"a record of the store names the file {name!r:.80}, which lies outside of the store; {REPAIR}"
+        )
     return name
 
 
 def free_bytes_at(location: Path) -> int:
-    """Bytes free for this user on the file system of `location`, which need not exist yet."""
+    """Free bytes for this user on the disk where `location` is, or will be created."""
     return shutil.disk_usage(next(path for path in (location, *location.parents) if path.exists())).free
 
 
@@ -85,7 +88,7 @@ class Folder(ABC):
     @property
     @abstractmethod
     def address(self) -> str:
-        """Path, or URL without credentials, as shown to people and as `open_store` takes it."""
+        """Path, or URL without credentials, of the store, as `open_store` takes it."""
 
     @abstractmethod
     def where(self, name: str) -> str:
@@ -104,8 +107,8 @@ class Folder(ABC):
         # Without this check a write would recreate the folder, without the store.json that makes it readable.
         if self.is_store and self.glance(DESCRIPTION) is None:
             raise StoreError(
-                f"expected the store {self.address}, found no {DESCRIPTION} there any more: it was renamed, "
-                "removed or unmounted since it was opened; open it where it is now"
+                f"the store {self.address} has no {DESCRIPTION} any more: it was renamed, removed or "
+                "unmounted since it was opened; open it at its new place"
             )
 
     @property
@@ -116,7 +119,7 @@ class Folder(ABC):
     @property
     @abstractmethod
     def index_path(self) -> Path | None:
-        """Local path of the store's SQLite index; None keeps the index in memory."""
+        """Local path of the store's SQLite index; None if the index is kept in memory."""
 
     @abstractmethod
     def now(self) -> float:
@@ -131,12 +134,12 @@ class Folder(ABC):
 
     @abstractmethod
     def get_range(self, name: str, start: int, stop: int | None) -> bytes | None:
-        """Part of a file.
+        """Read a range of bytes of a file.
 
         Arguments:
             name: Path of the file.
-            start: First byte; negative from the end.
-            stop: End (exclusive); negative from the end, None for the end.
+            start: First byte; a negative one counts from the end.
+            stop: End (exclusive); a negative one counts from the end, None is the end of the file.
 
         Returns:
             Fewer bytes where the file ends earlier; None if it does not exist.
@@ -147,11 +150,14 @@ class Folder(ABC):
         """Size, modification time and stamp of a file; None if it does not exist."""
 
     def folder_stat(self, folder: str) -> Stat | None:
-        """`stat` of a directory; None for object stores, which have no directories."""
+        """Modification time and stamp of a directory; None in object stores, which have no directories."""
         return None
 
     def glance(self, name: str) -> Stat | None:
-        """`stat` for checks before each read; in an object store the answer may be two seconds old."""
+        """Size, modification time and stamp of a file, fast enough for a check before each read.
+
+        In an object store the answer may be two seconds old. None if the file does not exist.
+        """
         return self.stat(name)
 
     def size(self, name: str) -> int | None:
@@ -174,11 +180,11 @@ class Folder(ABC):
 
     @abstractmethod
     def mapped(self, name: str) -> Mapped:
-        """A file as read-only memory; FileNotFoundError if it does not exist."""
+        """Map a file into memory, read-only; FileNotFoundError if it does not exist."""
 
     @abstractmethod
     def zarr(self, folder: str) -> Any:
-        """What zarr and xarray can open for reading: a path, or a `zarr.abc.store.Store`."""
+        """Path or `zarr.abc.store.Store` by which zarr and xarray can read the group or array in a folder."""
 
     # -- listing
 
@@ -204,8 +210,10 @@ class Folder(ABC):
 
     # On a local disk, a pipe or folder in the place of a file is not found by listing files.
     def non_files(self, folder: str) -> Iterator[tuple[str, str]]:
-        """Things below `folder` that are no regular files but stand where files should: path, and kind in
-        words ("a pipe"). Empty for object stores, which have nothing but objects.
+        """Find links, pipes, devices and folders below `folder` that are in the place of a file.
+
+        Yields:
+            Path relative to the root, and kind in words, such as "a pipe". Nothing in object stores.
         """
         return iter(())
 
@@ -238,7 +246,8 @@ class Folder(ABC):
         Arguments:
             files: Path -> buffers that are concatenated to the file's content.
             threads: Number of writer threads; more than one only while no computation needs the cores.
-            handed_over: Called when all that remains is waiting for the disk or the network.
+            handed_over: Called when all work of the processor is done and only the disk or the network is
+                waited for.
 
         Returns:
             The paths that were created by this call.
@@ -262,7 +271,7 @@ class Folder(ABC):
 
     @abstractmethod
     def link_all(self, names: Mapping[str, str]) -> set[str]:
-        """Give existing files a second name each, without a copy where the file system has hard links.
+        """Give existing files a second name each, as hard links or, in object stores, as copies.
 
         Arguments:
             names: New path -> existing path. A new path that is taken stays as it is.
@@ -271,12 +280,12 @@ class Folder(ABC):
             The paths that were created by this call.
 
         Raises:
-            FileNotFoundError: An existing path is gone.
+            FileNotFoundError: A file to be linked does not exist.
         """
 
     @abstractmethod
     def build(self, folder: str, fill: Callable[[Path], None]) -> ManifestFiles:
-        """Create a folder with files that a library writes by itself, such as zarr.
+        """Create a folder whose files are written by a library such as zarr, not through this interface.
 
         Arguments:
             folder: Path of the new folder.
@@ -308,12 +317,17 @@ class Folder(ABC):
 
     @abstractmethod
     def remove_tree(self, folder: str) -> None:
-        """Remove a folder and its content if it exists; what cannot be removed now is left for gc."""
+        """Remove a folder and its content if it exists; files that cannot be removed are left for `gc`."""
 
     @abstractmethod
     def writing(self, name: str) -> AbstractContextManager[None]:
-        """Context of a write: refuses a read-only or vanished store, translates I/O errors to store
-        errors."""
+        """Context manager around a write: refuses a read-only or vanished store, translates I/O errors.
+
+        Raises:
+            ReadOnlyStore: The store was opened with mode="r", or the system refuses writes.
+            StoreFull: The disk or quota is full.
+            StoreError: The store was renamed, removed or unmounted, or the disk lacks hard links.
+        """
 
 
 class Watched:
@@ -325,7 +339,7 @@ class Watched:
         self._text: bytes | None = None
 
     def get(self) -> bytes | None:
-        """Current content, the identical `bytes` object while it is unchanged; None if the file is gone."""
+        """Current content, as the same `bytes` object while the file is unchanged; None if it is missing."""
         stat = self._folder.glance(self._name)
         if stat is None:
             self._stamp = self._text = None

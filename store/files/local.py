@@ -34,12 +34,12 @@ from .stamps import Stat
 
 __all__ = ["LocalFolder", "as_store_error"]
 
-_REMEMBERED = 20_000  # folders kept in each of the two caches of a LocalFolder
+_MOST_CACHED = 20_000  # folders kept in each of the two caches of a LocalFolder
 # The limits below bound memory, open descriptors and lost work; none of them changes what is written.
-_WORTH_AN_EARLY_START = 1 << 20  # bytes; a smaller file gains nothing from writeback before its fsync
-_AT_ONCE = 64  # buffers per writev; every system takes that many
-_OPEN = 128  # files open at once, well below the usual limit of 1024 descriptors
-_UNNAMED = 1 << 28  # bytes written before their files are named; this much work a crash can lose
+_EARLY_WRITEBACK_BYTES = 1 << 20  # a smaller file gains nothing from writeback before its fsync
+_WRITEV_BUFFERS = 64  # buffers per writev; every system takes that many
+_MOST_OPEN = 128  # files open at once, well below the usual limit of 1024 descriptors
+_MOST_UNNAMED_BYTES = 1 << 28  # written before their files are named; this much work a crash can lose
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # opening a pipe that has no writer would block forever
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _LINK = "a link, which is not followed"
@@ -72,9 +72,9 @@ class LocalFolder(Folder):
     durability: str = "disk"
     """With "disk" files survive a power cut, with "process" only the death of this process."""
     read_only: bool = False
-    """See `Folder`."""
+    """Whether every write raises ReadOnlyStore."""
     is_store: bool = field(default=False, compare=False)
-    """See `Folder`."""
+    """Whether the directory was opened as a store, so that every write first requires `store.json`."""
     _folders: set[str] = field(default_factory=set, init=False, compare=False, repr=False)
     """Cache: directories known not to be links."""
     _settled: dict[str, int] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -82,18 +82,18 @@ class LocalFolder(Folder):
 
     @property
     def address(self) -> str:
-        """Path of the directory, as people write it."""
+        """Path of the store's directory as a text, as `open_store` takes it."""
         return str(self.root)
 
     def where(self, name: str) -> str:
-        """Path of a file, for error messages."""
+        """Full path of a file, for error messages."""
         return f"{self.root}/{name}" if name else str(self.root)
 
     def path(self, name: str) -> Path:
-        """Path of a file on disk. CorruptEntry for an unsafe name, or one behind a link."""
-        return Path(self._place(name))
+        """Path of a file on disk. CorruptEntry for an unsafe name, or a file behind a symbolic link."""
+        return Path(self._path_text(name))
 
-    def _place(self, name: str) -> str:
+    def _path_text(self, name: str) -> str:
         """`path` as a string, which is several times faster than a Path and needed for every read."""
         folder = checked(name).rpartition("/")[0]
         if folder and folder not in self._folders:
@@ -107,7 +107,7 @@ class LocalFolder(Folder):
             above = f"{above}/{step}" if above else step
             if os.path.islink(f"{self.root}/{above}"):  # noqa: PTH114 - of every folder that is read
                 raise self._corrupt(above, _LINK)
-        if len(self._folders) > _REMEMBERED:
+        if len(self._folders) > _MOST_CACHED:
             self._folders.clear()
         # Only directories that exist are cached: a name that is free now may become a link.
         if os.path.isdir(f"{self.root}/{folder}"):  # noqa: PTH112 - hot path, as above
@@ -119,15 +119,14 @@ class LocalFolder(Folder):
 
     @property
     def index_path(self) -> Path:
-        """`index.sqlite` in the root."""
+        """Path of the store's SQLite index: `index.sqlite` in its directory."""
         return self.root / "index.sqlite"
 
     def now(self) -> float:
-        """Time of the file system's clock, in seconds since the epoch; of this machine where nothing may be
-        written.
+        """Seconds since the epoch, by the clock that sets modification times of files in this store.
 
-        On a network disk the server stamps files, by its own clock. The only portable way to read that clock
-        is the modification time of a new file.
+        On a network disk that is the server's clock, which is read from the modification time of a new file.
+        Where nothing may be written, it is the clock of this machine.
         """
         if not self.read_only:
             probe = self.path(f"leases/.clock-{secrets.token_hex(4)}")
@@ -142,7 +141,7 @@ class LocalFolder(Folder):
         return time.time()
 
     def get(self, name: str) -> bytes | None:
-        """Whole content as bytes; None for a missing file."""
+        """Whole content of a file; None for a missing file."""
         try:
             with self._reading(name) as file:
                 return file.read()
@@ -150,7 +149,8 @@ class LocalFolder(Folder):
             return None
 
     def get_range(self, name: str, start: int, stop: int | None) -> bytes | None:
-        """See `Folder.get_range`."""
+        """Read the bytes from `start` to `stop` of a file, negative ones from the end; None if it is
+        missing."""
         try:
             with self._reading(name) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -161,21 +161,21 @@ class LocalFolder(Folder):
             return None
 
     def stat(self, name: str) -> Stat | None:
-        """Size, times and stamp of a file or directory; None for a missing one."""
+        """Size, modification time and stamp of a file or directory; None for a missing one."""
         status = self._status(name)
         return None if status is None else Stat.of(status)
 
     def _status(self, name: str) -> os.stat_result | None:
         """Result of `os.stat`, not following links; None for a missing file or directory."""
         try:
-            return os.stat(self._place(name), follow_symlinks=False)  # noqa: PTH116 - asked for at every read
+            return os.stat(self._path_text(name), follow_symlinks=False)  # noqa: PTH116 - asked for at every read
         except OSError as error:
             if error.errno in _ABSENT:
                 return None
             raise self._read_error(name, error) from error
 
     def folder_stat(self, folder: str) -> Stat | None:
-        """Size, times and stamp of a directory; None for a missing one."""
+        """Size, modification time and stamp of a directory; None for a missing one."""
         return self.stat(folder)
 
     def size(self, name: str) -> int | None:
@@ -187,7 +187,7 @@ class LocalFolder(Folder):
         return status.st_size
 
     def measure(self, name: str) -> tuple[int, str]:
-        """Size in bytes and checksum "sha256:…"; FileNotFoundError for a missing file."""
+        """Size in bytes and checksum "sha256:…" of a file; FileNotFoundError for a missing file."""
         with self._reading(name) as file:
             return os.fstat(file.fileno()).st_size, open_file_digest(file)
 
@@ -199,11 +199,10 @@ class LocalFolder(Folder):
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[FileIO]:
-        """An open file. FileNotFoundError, or CorruptEntry if it is no regular file; a pipe does not
-        block."""
+        """Context manager: open a file for reading; CorruptEntry if it is a link, folder, pipe or device."""
         try:
             # Path.open costs half of the time in which a capture run reads ten thousand records.
-            with open(self._place(name), "rb", buffering=0, opener=_open_nonblocking) as file:
+            with open(self._path_text(name), "rb", buffering=0, opener=_open_nonblocking) as file:
                 status = os.fstat(file.fileno())
                 if not stat.S_ISREG(status.st_mode):
                     raise self._irregular(name, status)
@@ -214,29 +213,30 @@ class LocalFolder(Folder):
             raise self._read_error(name, error) from error
 
     def _irregular(self, name: str, status: os.stat_result) -> CorruptEntry:
+        """Error for something else in the place of a regular file."""
         return self._corrupt(name, _KINDS.get(stat.S_IFMT(status.st_mode), "something else"))
 
     def _corrupt(self, name: str, kind: str) -> CorruptEntry:
-        return CorruptEntry(f"{self.where(name)}: expected a file, found {kind}; move that away, or {REPAIR}")
+        """Error for something else in the place of a regular file, `kind` in words."""
+        return CorruptEntry(f"{self.where(name)}: expected a file, found {kind}; move it away, or {REPAIR}")
 
     def _read_error(self, name: str, error: OSError) -> OSError:
-        """Translate an error of reading `name` to a store error; errors without a translation stay as they
-        are."""
+        """Translate a system error of reading a file to a StoreError; other errors are returned unchanged."""
         if error.errno == errno.ELOOP:
             return self._corrupt(name, _LINK)
         if isinstance(error, IsADirectoryError):
             return self._corrupt(name, "a folder")
         if error.errno in _NO_FILE:
-            return self._corrupt(name, f"what cannot be read ({error.strerror})")
+            return self._corrupt(name, f"something that cannot be read ({error.strerror})")
         if isinstance(error, PermissionError):
             return StoreError(
-                f"{self.where(name)}: expected a file that this user may read, found {error.strerror!r}; "
-                "have its owner allow it (chmod)"
+                f"{self.where(name)}: this user may not read the file ({error.strerror}); ask its owner to "
+                "allow it (chmod a+r)"
             )
         return error
 
     def zarr(self, folder: str) -> Path:
-        """Path of a Zarr group or array."""
+        """Path of a Zarr group or array, for zarr and xarray to open."""
         return self.path(folder)
 
     def put_all(
@@ -246,10 +246,18 @@ class LocalFolder(Folder):
         threads: int = 1,
         handed_over: Callable[[], None] = lambda: None,
     ) -> set[str]:
-        """See `Folder.put_all`. `threads` > 1 is only for callers that compute nothing meanwhile.
+        """Create several files and make them durable together; a name that exists stays as it is.
 
         Files are written in batches. In each batch all bytes are on disk before the first name appears; names
         appear in the order of `files`, and are durable when this returns.
+
+        Arguments:
+            files: Path -> buffers that are concatenated to the file's content.
+            threads: Number of writer threads; more than one only while no computation needs the cores.
+            handed_over: Called when all work of the processor is done and only the disk is waited for.
+
+        Returns:
+            The paths that were created by this call.
         """
         created: set[str] = set()
         # A run of small files in one batch shares one journal commit; the batch limits bound what a crash can
@@ -266,6 +274,7 @@ class LocalFolder(Folder):
     def _put_batch(
         self, files: Mapping[str, Sequence[Buffer]], threads: int, handed_over: Callable[[], None]
     ) -> list[str]:
+        """Write one batch of files; returns the paths that were created. Arguments as for `put_all`."""
         # Only saves work: the link below decides, also if another writer creates a name from here on.
         names = [name for name in files if not self.path(name).exists()]
         with ExitStack() as stack:
@@ -292,7 +301,11 @@ class LocalFolder(Folder):
             return [name for name in names if _link_new(temporaries[name], self.path(name))]
 
     def link_all(self, names: Mapping[str, str]) -> set[str]:
-        """See `Folder.link_all`."""
+        """Give existing files a second name each (new path -> existing path), as hard links.
+
+        Returns:
+            The new paths; one that was taken stays as it is.
+        """
         created: set[str] = set()
         for name, existing in names.items():
             with self.writing(name):
@@ -305,11 +318,11 @@ class LocalFolder(Folder):
 
     @property
     def free_bytes(self) -> int:
-        """Bytes free on the file system for this user."""
+        """Free disk space in bytes for this user."""
         return free_bytes_at(self.root)
 
     def stamps(self, folder: str) -> Iterator[tuple[str, Stat]]:
-        """Name and metadata of each file directly in `folder`, without temporary ones."""
+        """Name and `Stat` of each file directly in `folder`, without temporary ones."""
         with suppress(FileNotFoundError, NotADirectoryError), self._scanned(folder) as entries:
             for entry in entries:
                 if _is_shown(entry.name) and (status := self._stat_of(f"{folder}/{entry.name}", entry)):
@@ -336,7 +349,7 @@ class LocalFolder(Folder):
             yield from (name for file in files if _is_shown(file) and is_below(name := str(base / file)))
 
     def walk(self, folder: str) -> Iterator[tuple[str, Stat]]:
-        """Path and metadata of all files below `folder`, temporary ones included."""
+        """Path and `Stat` of all files below `folder`, temporary ones included."""
         with suppress(FileNotFoundError, NotADirectoryError), self._scanned(folder) as entries:
             for entry in entries:
                 # The scan yields entries one by one instead of a list, because a large run has 16,000 shards
@@ -350,7 +363,11 @@ class LocalFolder(Folder):
                     yield name, status
 
     def non_files(self, folder: str) -> Iterator[tuple[str, str]]:
-        """See `Folder`: links, pipes, sockets, devices, and directories with the name of a file."""
+        """Find links, pipes, sockets, devices, and directories with the name of a file, below `folder`.
+
+        Yields:
+            Path relative to the root, and kind in words, such as "a pipe".
+        """
         with suppress(FileNotFoundError, NotADirectoryError), self._scanned(folder) as entries:
             for entry in entries:
                 name = f"{folder}/{entry.name}"
@@ -362,7 +379,8 @@ class LocalFolder(Folder):
                     yield from self.non_files(name)
 
     def mark(self, name: str, data: bytes) -> bool:
-        """See `Folder.mark`: the file is not synced."""
+        """Create a small file that may be lost in a power cut, such as a lease; False if the name is
+        taken."""
         with self.writing(name):
             path = self.path(name)
             self._make_folder(path.parent)
@@ -385,28 +403,37 @@ class LocalFolder(Folder):
             os.utime(self.path(name))
 
     def build(self, folder: str, fill: Callable[[Path], None]) -> ManifestFiles:
-        """See `Folder.build`: `fill` writes to the final directory, which is synced and digested
-        afterwards."""
+        """Create a directory, let `fill` write files into it, then sync and digest them.
+
+        Arguments:
+            folder: Path of the new directory.
+            fill: Called with the full path of the new directory.
+
+        Returns:
+            Size and checksum of each file, by path relative to the directory.
+
+        Raises:
+            FileExistsError: The directory exists.
+        """
         with self.writing(folder):
             path = self.path(folder)
             self._make_folder(path.parent)
             path.mkdir()
             fill(path)
-            return self._settled_files(path)
+            return self._sync_and_measure(path)
 
-    def _settled_files(self, top: Path) -> ManifestFiles:
-        """Sync all files below a folder and digest them."""
+    def _sync_and_measure(self, top: Path) -> ManifestFiles:
+        """Sync all files below a folder; returns path relative to it -> [size in bytes, "sha256:…"]."""
         paths = sorted(path for path in top.rglob("*") if path.is_file())
 
-        def settle(path: Path) -> list[int | str]:
+        def sync_and_measure(path: Path) -> list[int | str]:
             if self.durability == "disk":
                 _sync(path)
             return [path.stat().st_size, file_digest(path)]
 
+        names = [str(path.relative_to(top)) for path in paths]
         with ThreadPoolExecutor(min(THREADS, max(1, len(paths)))) as pool:
-            files = dict(
-                zip((str(path.relative_to(top)) for path in paths), pool.map(settle, paths), strict=True)
-            )
+            files = dict(zip(names, pool.map(sync_and_measure, paths), strict=True))
         # A file's name lives in its directory, so a synced file can vanish in a power cut unless that is
         # synced, too.
         for folder in {path.parent for path in paths} | {top, top.parent}:
@@ -414,11 +441,14 @@ class LocalFolder(Folder):
         return files
 
     def scratch(self, folder: str) -> Path:
-        """The folder itself: names with a leading dot in it are temporary, so gc cleans up."""
+        """Path for temporary files that belong to `folder`: the folder itself.
+
+        Names of temporary files begin with a dot, so that garbage collection removes them.
+        """
         return self.path(folder)
 
     def move(self, source: str, target: str) -> None:
-        """See `Folder.move`."""
+        """Rename a file, or a directory with its content, if it exists; the target must be free."""
         if os.path.lexists(self.path(source)):
             with self.writing(source):
                 self._make_folder(self.path(target).parent)
@@ -432,7 +462,7 @@ class LocalFolder(Folder):
                 path.unlink(missing_ok=True)
 
     def remove_tree(self, folder: str) -> None:
-        """Remove a directory tree, if it exists; what cannot be removed is left for gc."""
+        """Remove a directory tree if it exists; files that cannot be removed are left for `gc`."""
         if self.read_only:
             return
         self._settled.clear()
@@ -450,7 +480,7 @@ class LocalFolder(Folder):
 
     @contextmanager
     def _scanned(self, folder: str) -> Iterator[Iterator[os.DirEntry[str]]]:
-        """Directory entries of `folder`."""
+        """Context manager: the entries of a directory, as `os.scandir` yields them."""
         try:
             with os.scandir(self.path(folder)) as entries:
                 yield entries
@@ -490,10 +520,10 @@ class LocalFolder(Folder):
 
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
-        """See `Folder.writing`."""
+        """Context manager around a write: refuses a read-only or vanished store, translates I/O errors."""
         if self.read_only:
             raise ReadOnlyStore(
-                f"cannot write {name}: {self.root} was opened with mode='r'; open it with mode='a'"
+                f"cannot write {name}: the store {self.root} was opened with mode='r'; open it with mode='a'"
             )
         self.require_store()
         try:
@@ -525,13 +555,13 @@ class LocalFolder(Folder):
         # One journal commit covers all directories, so syncing them one by one costs about one wait.
         for folder in sorted(changed):
             self._sync_folder(self.root / folder)
-        if len(self._settled) > _REMEMBERED:
+        if len(self._settled) > _MOST_CACHED:
             self._settled.clear()
         self._settled.update(settled)
 
     @contextmanager
     def _temporary(self, name: str) -> Iterator[Path]:
-        """A temporary name in the directory of `name`, removed in the end; its directory exists."""
+        """Context manager: a temporary path in the directory of the file `name`, removed at the end."""
         target = self.path(name)
         self._make_folder(target.parent)
         # Same directory, because `link` does not cross file systems. PID and random part: no two writers
@@ -553,7 +583,7 @@ class LocalFolder(Folder):
 
 
 def as_store_error(error: OSError, root: Path, name: str) -> OSError:
-    """Translate an error of writing to a store error; errors without a translation stay as they are.
+    """Translate a system error of writing a file to a StoreError; other errors are returned unchanged.
 
     Arguments:
         error: Error of the system.
@@ -562,30 +592,33 @@ def as_store_error(error: OSError, root: Path, name: str) -> OSError:
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreFull(
-            f"no space left in {root} while writing {name}; what was committed stays. Free some space "
-            "(mizarr gc) and run again: it resumes"
+            f"no space left in {root} while writing {name}, and what was committed stays; free some space "
+            "(`mizarr gc`) and run the command again, which resumes"
         )
     if error.errno == errno.EFBIG:
         return StoreFull(
-            f"{name} in {root} is larger than a file may be here (ulimit -f, or the file system); what was "
-            "committed stays. Raise that limit and run again: it resumes"
+            f"the file {name} in {root} exceeds the largest size allowed there (`ulimit -f`, or the file "
+            "system), and what was committed stays; raise that limit and run the command again, which resumes"
         )
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return ReadOnlyStore(
-            f"cannot write {name} in {root}: {error.strerror}. Open it with mode='r' to read"
+            f"cannot write {name} in {root} ({error.strerror}); open the store with mode='r' to read only"
         )
     # EMLINK: ext4 allows 65,000 links to one file, which many runs with a common start may reach.
     if error.errno in (errno.ENOTSUP, errno.EMLINK, errno.ENOSYS):
         return StoreError(
-            f"cannot write {name} in {root}: {error.strerror}. A store needs a file system with hard links; "
-            "put it on another one"
+            f"cannot write {name} in {root} ({error.strerror}), because its file system lacks hard links; "
+            "put the store on another file system"
         )
     return error
 
 
 def _is_shown(name: str) -> bool:
-    """Whether a directory entry belongs to the store. Names with a leading dot are temporary; names with
-    control characters or a backslash were not written by a store and cannot be requested from one."""
+    """Whether a directory entry belongs to the store, by its name.
+
+    Names with a leading dot are temporary. Names with control characters or a backslash were not written by a
+    store.
+    """
     return not name.startswith(".") and is_below(name)
 
 
@@ -594,15 +627,15 @@ def _open_nonblocking(path: str, flags: int) -> int:
 
 
 def _write_new(path: Path, parts: Sequence[Buffer]) -> int:
-    """Create a file from buffers and return its descriptor. writev may write less than asked (at most 2
-    GiB)."""
+    """Create a file from buffers and return its descriptor."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         # writev takes the shard's parts from where they are, so that rows, checksums and index are never
         # joined in memory.
         remaining = [memoryview(part) for part in parts if len(part)]
         while remaining:
-            written = os.writev(handle, remaining[:_AT_ONCE])
+            # writev may write less than asked, at most 2 GiB.
+            written = os.writev(handle, remaining[:_WRITEV_BUFFERS])
             while remaining and written >= len(remaining[0]):
                 written -= len(remaining.pop(0))
             if written:
@@ -621,19 +654,18 @@ def _link_new(temporary: Path, target: Path) -> bool:
         # "Taken" by a link would make the caller measure a file outside the store.
         if target.is_symlink():
             raise CorruptEntry(
-                f"{target}: expected a file, found {_LINK}; move that away, or {REPAIR}"
+                f"{target}: expected a file, found {_LINK}; move it away, or {REPAIR}"
             ) from None
         return False
     return True
 
 
 def _kind(item: os.DirEntry[str]) -> str | None:
-    """Kind of a special directory entry (link, pipe, socket, device, misnamed folder); None for a plain
-    one."""
+    """Kind of a directory entry in words, such as "a pipe"; None for a file or an ordinary folder."""
     try:
         mode = item.stat(follow_symlinks=False).st_mode
     except OSError:
-        return "what went meanwhile"
+        return "something that was removed meanwhile"
     if stat.S_ISREG(mode) or (stat.S_ISDIR(mode) and not item.name.endswith(_NAMED_AS_FILES)):
         return None
     return _KINDS.get(stat.S_IFMT(mode), "something else")
@@ -645,26 +677,27 @@ def _start_writing(handle: int) -> None:
     POSIX_FADV_DONTNEED starts writeback of dirty pages on Linux; sync_file_range is not in Python's os
     module.
     """
-    if hasattr(os, "posix_fadvise") and os.fstat(handle).st_size >= _WORTH_AN_EARLY_START:
+    if hasattr(os, "posix_fadvise") and os.fstat(handle).st_size >= _EARLY_WRITEBACK_BYTES:
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _batches(files: Mapping[str, Sequence[Buffer]]) -> Iterator[Mapping[str, Sequence[Buffer]]]:
-    """Batches of files, in order, each within the limits on open files and on bytes not yet named."""
+    """Yield the files (path -> buffers) in batches of at most 128 files and 256 MiB, or one larger file."""
     batch: dict[str, Sequence[Buffer]] = {}
-    nbytes = 0
+    batch_bytes = 0
     for name, parts in files.items():
         size = sum(memoryview(part).nbytes for part in parts)
-        if batch and (len(batch) == _OPEN or nbytes + size > _UNNAMED):
+        if batch and (len(batch) == _MOST_OPEN or batch_bytes + size > _MOST_UNNAMED_BYTES):
             yield batch
-            batch, nbytes = {}, 0
+            batch, batch_bytes = {}, 0
         batch[name] = parts
-        nbytes += size
+        batch_bytes += size
     if batch:
         yield batch
 
 
 def _sync(path: Path) -> None:
+    """Wait until a file or directory is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -21,12 +21,13 @@ __all__ = ["Fetched", "Mapped", "map_file", "mmap_of"]
 
 
 def map_file(handle: int, size: int) -> mmap.mmap:
-    """Read-only memory map of an open file.
+    """Map an open file into memory, read-only.
 
     Arguments:
         handle: Descriptor of the file.
-        size: Bytes of the file. mmap refuses an empty one: then one anonymous byte, beyond size 0, stands in.
+        size: Size of the file in bytes.
     """
+    # mmap refuses an empty file: a byte of ordinary memory stands in, which lies beyond the size 0.
     return mmap.mmap(handle, size, access=mmap.ACCESS_READ) if size else mmap.mmap(-1, 1)
 
 
@@ -39,7 +40,7 @@ def mmap_of(array: npt.NDArray[Any]) -> mmap.mmap | None:
 
 
 class Mapped:
-    """A file as read-only memory."""
+    """A file of a store as read-only memory: a memory map, or a local copy of an object in a bucket."""
 
     is_whole = True
     """Whether all bytes are present; otherwise bytes that were not fetched read as zeros."""
@@ -54,12 +55,11 @@ class Mapped:
         self.data, self.size, self.where = data, size, where
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Make the byte ranges (start, stop) present; a memory map needs nothing."""
+        """Download the byte ranges (start, stop) that are missing; a local file has all bytes."""
 
 
 class Fetched(Mapped):
-    """An object as memory, over a sparse local file. Bytes not fetched yet, by this or an earlier reader, are
-    zero.
+    """An object in a bucket as read-only memory, over a local file; bytes not downloaded yet are zero.
 
     Arguments:
         handle: Descriptor of a local file of `size` bytes; closed together with this object.

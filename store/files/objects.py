@@ -41,12 +41,12 @@ T = TypeVar("T")
 
 WRITE_ID = "mizarrwrite"
 """Metadata key of the write id. Letters only, as Azure allows no other characters."""
-_AT_ONCE = 16  # concurrent requests
+_CONCURRENT_REQUESTS = 16
 _ATTEMPTS = 3  # attempts of ours; obstore retries within each of them
 _PAUSE = 0.2  # seconds before the second attempt; four times as long before the third
 _CACHE_SECONDS = 2.0  # seconds for which cached metadata is valid; own writes invalidate it at once
 _CACHE_ENTRIES = 100_000  # entries of that cache
-_AT_MOST = 5 << 30  # bytes: limit of S3 for one PUT
+_MOST_PUT_BYTES = 5 << 30  # limit of S3 for one PUT
 
 
 class ObjectFolder(Folder):
@@ -95,7 +95,7 @@ class ObjectFolder(Folder):
 
     @property
     def address(self) -> str:
-        """URL of the prefix, as people write it."""
+        """URL of the store, as `open_store` takes it."""
         return self._address
 
     def where(self, name: str) -> str:
@@ -104,13 +104,12 @@ class ObjectFolder(Folder):
 
     @property
     def free_bytes(self) -> None:
-        """Always None: buckets have no known limit."""
+        """Free space in bytes: always None, as buckets have no known limit."""
         return
 
     @property
     def index_path(self) -> Path | None:
-        """A file in the user's cache folder, named by address. The index only speeds things up, so it is
-        local."""
+        """Local path of the store's SQLite index, in the user's cache folder; None for memory:// stores."""
         if self._is_memory:
             return None
         # SQLite needs a real file with locks, so the index cannot be an object.
@@ -145,7 +144,7 @@ class ObjectFolder(Folder):
     # -- reading
 
     def get(self, name: str) -> bytes | None:
-        """Whole content as bytes; None for a missing object."""
+        """Whole content of an object; None for a missing object."""
         import obstore
 
         with suppress(FileNotFoundError):
@@ -153,7 +152,7 @@ class ObjectFolder(Folder):
         return None
 
     def get_range(self, name: str, start: int, stop: int | None) -> bytes | None:
-        """See `Folder.get_range`."""
+        """Read the bytes from `start` to `stop` of an object, negative ones from the end; None if missing."""
         if (stat := self.glance(name)) is None:
             return None
         begin, end, _ = slice(start, stop).indices(stat.size)
@@ -162,6 +161,7 @@ class ObjectFolder(Folder):
         return None
 
     def _ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Download byte ranges (start, stop) of an object in one request."""
         import obstore
 
         starts, ends = [start for start, _ in ranges], [stop for _, stop in ranges]
@@ -169,7 +169,7 @@ class ObjectFolder(Folder):
         return [bytes(part) for part in parts]
 
     def stat(self, name: str) -> Stat | None:
-        """Metadata of an object, by a HEAD request; None for a missing object."""
+        """Size, modification time and stamp of an object, by a HEAD request; None for a missing object."""
         import obstore
 
         status = None
@@ -179,19 +179,23 @@ class ObjectFolder(Folder):
         return status
 
     def glance(self, name: str) -> Stat | None:
-        """Metadata of an object, cached for two seconds; own writes are visible at once."""
+        """Size, modification time and stamp of an object, cached for two seconds; None for a missing object.
+
+        Writes of this process are visible at once.
+        """
         cached = self._stats.get(name)
         if cached is not None and time.monotonic() - cached[0] < _CACHE_SECONDS:
             return cached[1]
         return self.stat(name)
 
     def sizes(self, folder: str, names: Iterable[str]) -> dict[str, int | None]:
-        """See `Folder.sizes`: one LIST request instead of a HEAD request per object."""
+        """Sizes in bytes of several objects below `folder`, by one LIST request; None for missing ones."""
         sizes = {name.removeprefix(f"{folder}/"): stat.size for name, stat in self.walk(folder)}
         return {name: sizes.get(name) for name in names}
 
     def measure(self, name: str) -> tuple[int, str]:
-        """Size in bytes and checksum "sha256:…", streamed; FileNotFoundError for a missing object."""
+        """Size in bytes and checksum "sha256:…" of an object, which is streamed; FileNotFoundError if it is
+        missing."""
         import obstore
 
         def read() -> tuple[int, str]:
@@ -204,7 +208,7 @@ class ObjectFolder(Folder):
         return self._ask(name, read)
 
     def mapped(self, name: str) -> Mapped:
-        """A sparse local copy that downloads ranges on demand; FileNotFoundError for a missing object."""
+        """Open an object as memory that is downloaded on demand; FileNotFoundError for a missing object."""
         if (stat := self.glance(name)) is None:
             raise FileNotFoundError(self.where(name))
         handle = self.cache.open(self.where(name), stat.stamp, stat.size)
@@ -214,11 +218,11 @@ class ObjectFolder(Folder):
 
     @cached_property
     def cache(self) -> ReadCache:
-        """Cache of downloaded ranges; without a quota for memory://, whose bytes are in memory anyway."""
+        """Cache of downloaded byte ranges on this machine; it keeps nothing for memory:// stores."""
         return ReadCache(Path(), 0) if self._is_memory else ReadCache.of_user()
 
     def zarr(self, folder: str) -> Any:
-        """Read-only Zarr store over the objects below `folder`."""
+        """Read-only `zarr.abc.store.Store` over the objects below `folder`, for zarr and xarray."""
         from .zarr_store import FolderStore
 
         return FolderStore(self, folder)
@@ -235,7 +239,7 @@ class ObjectFolder(Folder):
         yield from (name for name in self._level(folder)[0] if not name.startswith("."))
 
     def stamps(self, folder: str) -> Iterator[tuple[str, Stat]]:
-        """Name and metadata of each object directly below `folder`, cached for two seconds."""
+        """Name and `Stat` of each object directly below `folder`, cached for two seconds."""
         cached = self._listings.get(folder)
         if cached is None or time.monotonic() - cached[0] > _CACHE_SECONDS:
             cached = time.monotonic(), self._level(folder)[1]
@@ -244,7 +248,7 @@ class ObjectFolder(Folder):
         yield from (entry for entry in cached[1] if not entry[0].startswith("."))
 
     def _level(self, folder: str) -> tuple[list[str], list[tuple[str, Stat]]]:
-        """Names of prefixes, and names with metadata of objects, directly below `folder`."""
+        """List what lies directly below `folder`: names of prefixes, and (name, `Stat`) of objects."""
         import obstore
 
         prefix = folder or None
@@ -257,7 +261,7 @@ class ObjectFolder(Folder):
         yield from (name for name, _ in self.walk(folder) if not name.rpartition("/")[2].startswith("."))
 
     def walk(self, folder: str) -> Iterator[tuple[str, Stat]]:
-        """Path and metadata of all objects below `folder`, temporary ones included."""
+        """Path and `Stat` of all objects below `folder`, temporary ones included."""
         import obstore
 
         prefix = folder or None
@@ -275,20 +279,29 @@ class ObjectFolder(Folder):
         threads: int = 1,
         handed_over: Callable[[], None] = lambda: None,
     ) -> set[str]:
-        """See `Folder.put_all`. Ignores `threads`: requests wait for the network, not for the processor."""
+        """Create several objects; a name that exists stays as it is. `*.json` objects appear last.
+
+        Arguments:
+            files: Path -> buffers that are concatenated to the object's content.
+            threads: Ignored, as requests wait for the network and not for the processor.
+            handed_over: Called at once, as only the network is waited for.
+
+        Returns:
+            The paths that were created by this call.
+        """
         records = [name for name in files if name.endswith(".json")]
         arrays = [name for name in files if not name.endswith(".json")]
         created: set[str] = set()
         handed_over()
         # A JSON file describes arrays, so its object must appear after theirs.
-        with ThreadPoolExecutor(min(_AT_ONCE, max(1, len(arrays)))) as pool:
+        with ThreadPoolExecutor(min(_CONCURRENT_REQUESTS, max(1, len(arrays)))) as pool:
             new = pool.map(lambda name: self._put(name, _joined(files[name])), arrays)
             created.update(name for name, is_new in zip(arrays, new, strict=True) if is_new)
         created.update(name for name in records if self._put(name, _joined(files[name])))
         return created
 
     def mark(self, name: str, data: bytes) -> bool:
-        """See `Folder.mark`: like `put_new`, as objects are always durable."""
+        """Create a small object, such as a lease; False if the name is taken."""
         return self._put(name, data)
 
     def touch(self, name: str) -> None:
@@ -308,7 +321,8 @@ class ObjectFolder(Folder):
         self._forget(name)
 
     def link_all(self, names: Mapping[str, str]) -> set[str]:
-        """See `Folder.link_all`: a copy, as objects cannot have two names."""
+        """Copy objects (new path -> existing path), as an object cannot have two names; returns the new
+        paths."""
         created: set[str] = set()
         for name, existing in names.items():
             if (data := self.get(existing)) is None:
@@ -318,7 +332,14 @@ class ObjectFolder(Folder):
         return created
 
     def build(self, folder: str, fill: Callable[[Path], None]) -> ManifestFiles:
-        """See `Folder.build`: filled in a local temporary folder, then uploaded, `*.json` last."""
+        """Let `fill` write files into a local temporary folder, then upload them below `folder`.
+
+        Returns:
+            Size and checksum of each file, by path relative to the folder.
+
+        Raises:
+            FileExistsError: There are objects below `folder` already.
+        """
         with self.writing(folder):
             is_taken = next(self.walk(folder), None) is not None
         if is_taken:
@@ -341,11 +362,11 @@ class ObjectFolder(Folder):
                 return dict(sorted(zip(names, pool.map(upload, names), strict=True)))
 
     def scratch(self, folder: str) -> Path:
-        """A folder in the user's cache folder, named by the store's address."""
+        """Local path for temporary files that belong to `folder`, in the user's cache folder."""
         return cache_folder() / "scratch" / self._cache_name / folder
 
     def move(self, source: str, target: str) -> None:
-        """See `Folder.move`: copies an object, or all objects below a prefix, and deletes the original."""
+        """Move an object, or all objects below a prefix: copy them and delete the originals."""
         import obstore
 
         # No rename in object stores. A crash between copy and delete leaves both, which the next call
@@ -362,7 +383,7 @@ class ObjectFolder(Folder):
             self._delete([name])
 
     def remove_tree(self, folder: str) -> None:
-        """Delete all objects below a prefix; what cannot be deleted is left for gc."""
+        """Delete all objects below a prefix; objects that cannot be deleted are left for `gc`."""
         if self.read_only:
             return
         with suppress(StoreError):
@@ -373,25 +394,25 @@ class ObjectFolder(Folder):
 
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
-        """See `Folder.writing`."""
+        """Context manager around a write: refuses a read-only or vanished store, translates errors."""
         if self.read_only:
             raise ReadOnlyStore(
-                f"cannot write {name}: {self._address} was opened with mode='r'; open it with mode='a'"
+                f"cannot write {name}: the store {self._address} was opened with mode='r'; open it with "
+                "mode='a'"
             )
         self.require_store()
         with self._translated_errors(name):
             yield
 
     def _put(self, name: str, data: Buffer) -> bool:
-        """Create an object; False if it exists and was not created by this call (see the module
-        docstring)."""
+        """Create an object by a conditional PUT; False if another writer created it before."""
         import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-        if len(data) > _AT_MOST:
+        if len(data) > _MOST_PUT_BYTES:
             raise StoreError(
-                f"{self.where(name)}: expected at most 5 GiB in one object, found {len(data)} bytes; capture "
-                "in shorter segments, or compute in smaller chunks"
+                f"{self.where(name)} would have {len(data)} bytes, and an object has at most 5 GiB; capture "
+                "with smaller segment_tokens, or compute in smaller chunks"
             )
         token = secrets.token_hex(16)
 
@@ -420,7 +441,8 @@ class ObjectFolder(Folder):
                 self._forget(name)
 
     def _write_id(self, name: str) -> str | None:
-        """Write id in an object's metadata; None if it is missing or has none."""
+        """Random id that the writer of an object put into its metadata; None if the object or id is
+        missing."""
         import obstore
 
         with suppress(FileNotFoundError):
@@ -431,6 +453,7 @@ class ObjectFolder(Folder):
         return None
 
     def _delete(self, names: Iterable[str]) -> None:
+        """Delete objects, in one request if all of them exist; missing ones are ignored."""
         import obstore
 
         paths = list(names)
@@ -445,7 +468,7 @@ class ObjectFolder(Folder):
             except FileNotFoundError:
                 # A missing object stops the bulk delete on Google, and on Azure after its batch of 256; S3
                 # ignores it.
-                with ThreadPoolExecutor(_AT_ONCE) as pool:
+                with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as pool:
                     list(pool.map(delete, paths))
         for name in paths:
             self._forget(name)
@@ -453,7 +476,16 @@ class ObjectFolder(Folder):
     # -- requests
 
     def _ask(self, name: str, request: Callable[[], T]) -> T:
-        """Send a request, with retries; raises FileNotFoundError for a missing object, else StoreError."""
+        """Send a request about an object, with retries, and return its answer.
+
+        Arguments:
+            name: Path of the object.
+            request: Sends the request.
+
+        Raises:
+            FileNotFoundError: The object does not exist.
+            StoreError: Every attempt failed.
+        """
         checked(name)
         for attempt in range(_ATTEMPTS):
             try:
@@ -470,7 +502,7 @@ class ObjectFolder(Folder):
 
     @contextmanager
     def _translated_errors(self, name: str) -> Iterator[None]:
-        """Context of a request: translates obstore's errors to store errors, except FileNotFoundError."""
+        """Context manager: translate errors of obstore to StoreErrors, except FileNotFoundError."""
         from obstore.exceptions import BaseError
 
         try:
@@ -499,7 +531,7 @@ class ObjectFolder(Folder):
 
 
 def _stat(meta: ObjectMeta) -> Stat:
-    """Metadata of an object, with a stamp that is equal whether it came from LIST, HEAD or GET.
+    """Convert an object's metadata, with a stamp that is equal whether it came from LIST, HEAD or GET.
 
     These answers differ: LIST omits the quotes of ETags on Azure and the version on Google and versioned S3
     buckets, and has milliseconds on Google where single answers have whole seconds. So the stamp has the bare

@@ -16,7 +16,7 @@ __all__ = ["folder_at", "is_remote", "open_folder"]
 
 
 def open_folder(address: str | Path, durability: str = "disk", read_only: bool = False) -> Folder:
-    """The `Folder` at an address.
+    """Open the files at an address, without checking whether a store exists there.
 
     Arguments:
         address: A local path, or a URL that starts with s3://, gs://, az:// or memory://.
@@ -29,7 +29,8 @@ def open_folder(address: str | Path, durability: str = "disk", read_only: bool =
     """
     if not isinstance(address, str | Path) or not str(address):
         raise StoreError(
-            f"expected the folder of a store, or its URL, found {address!r:.80}; give its path as a text"
+            f"expected the folder or URL of a store as a text or Path, found {address!r:.80}; write for "
+            "example 'activations' or 's3://BUCKET/PREFIX'"
         )
     if is_remote(address):
         from .objects import ObjectFolder
@@ -45,8 +46,8 @@ def _local(address: Path) -> Path:
         # mkdir on a dangling link fails with an error that does not mention the link.
         if path.is_symlink() and not path.exists():
             raise StoreError(
-                f"expected a folder at {path}, found a link to {path.readlink()}, which is not there; make "
-                "that folder, or name another"
+                f"expected the folder of a store at {path}, found a link to {path.readlink()}, which does "
+                "not exist; create that folder, or name another"
             )
         is_folder = stat.S_ISDIR(path.stat().st_mode)
     except FileNotFoundError:
@@ -57,10 +58,12 @@ def _local(address: Path) -> Path:
     except (OSError, RuntimeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise StoreError(
-            f"expected a folder at {str(address)!r:.200}, found {reason}; name another"
+            f"{str(address)!r:.200} cannot be the folder of a store ({reason}); name another folder"
         ) from error
     if not is_folder:
-        raise StoreError(f"expected a folder at {path}, found a file; name a folder, which may be a new one")
+        raise StoreError(
+            f"expected the folder of a store at {path}, found a file; name a folder, which need not exist yet"
+        )
     return path
 
 
@@ -68,14 +71,16 @@ def folder_at(source: str | Path) -> tuple[Folder, str]:
     """Split the address of a run or result into the store (opened for reading) and the path within it.
 
     Arguments:
-        source: What `Folder.where` returned: ".../data/ab/<digest>".
+        source: Path or URL of the folder of a run or result: ".../data/ab/<digest>".
 
     Raises:
         ValueError: The address has another form.
     """
     root, *folder = str(source).rstrip("/").rsplit("/", 3)
     if len(folder) < 3 or folder[0] != "data" or not root:
-        raise ValueError(f"expected the folder of a run or a result, found {str(source)!r}")
+        raise ValueError(
+            f"expected the folder of a stored run or result, STORE/data/35/35be…, found {str(source)!r}"
+        )
     return open_folder(root, read_only=True), "/".join(folder)
 
 

@@ -41,19 +41,20 @@ class FolderStore(Store):
         return type(self), (self._files, self._folder)
 
     def with_read_only(self, read_only: bool = False) -> Store:
-        """Return itself, as the store is always read-only."""
+        """Return this store, which is always read-only."""
         return self
 
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """See `zarr.abc.store.Store.get`: content of a key or byte range; None for a missing key."""
+        """Read the content of a key, or a byte range of it; None for a missing key."""
         # Folder is synchronous; without a thread a slow request would block zarr's event loop for all other
         # chunks.
         data = await asyncio.to_thread(self._read, f"{self._folder}/{key}", byte_range)
         return None if data is None else prototype.buffer.from_bytes(data)
 
     def _read(self, name: str, byte_range: ByteRequest | None) -> bytes | None:
+        """Read a file, or a byte range of it in one of Zarr's forms; None if it is missing."""
         match byte_range:
             case RangeByteRequest(start, end):
                 return self._files.get_range(name, start, end)
@@ -66,35 +67,35 @@ class FolderStore(Store):
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
     ) -> list[Buffer | None]:
-        """See `zarr.abc.store.Store`: several keys or byte ranges, one after the other."""
+        """Read several keys or byte ranges, one after the other; None for missing keys."""
         return [await self.get(key, prototype, byte_range) for key, byte_range in key_ranges]
 
     async def exists(self, key: str) -> bool:
-        """Whether a key exists."""
+        """Whether there is a file with this key."""
         return await asyncio.to_thread(self._files.size, f"{self._folder}/{key}") is not None
 
     async def set(self, key: str, value: Buffer) -> None:
-        """See `zarr.abc.store.Store`: raises ReadOnlyStore."""
-        raise ReadOnlyStore(f"cannot write {key}: {self} is open for reading")
+        """Raise ReadOnlyStore, as this Zarr store cannot be written."""
+        raise ReadOnlyStore(f"cannot write {key}: the Zarr store {self} is read-only; use Store.put_result")
 
     async def delete(self, key: str) -> None:
-        """Raise ReadOnlyStore."""
-        raise ReadOnlyStore(f"cannot delete {key}: {self} is open for reading")
+        """Raise ReadOnlyStore, as this Zarr store cannot be written."""
+        raise ReadOnlyStore(f"cannot delete {key}: the Zarr store {self} is read-only; use `mizarr gc`")
 
     async def list(self) -> AsyncIterator[str]:
-        """All keys."""
+        """Yield all keys: paths of files relative to the folder."""
         async for name in self.list_prefix(""):
             yield name
 
     async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        """All keys that start with `prefix`."""
+        """Yield all keys that start with `prefix`."""
         top = f"{self._folder}/"
         for name in await asyncio.to_thread(lambda: [*self._files.list(self._folder)]):
             if name.removeprefix(top).startswith(prefix):
                 yield name.removeprefix(top)
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
-        """Names directly below `prefix`."""
+        """Yield the names of files and folders directly below `prefix`."""
         folder = "/".join(part for part in (self._folder, prefix.strip("/")) if part)
         for name in await asyncio.to_thread(lambda: [*self._files.children(folder)]):
             yield name

@@ -25,11 +25,11 @@ _BITS = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
 
 
 def expect_bounded(metadata: Mapping[str, Any], stored: int) -> None:
-    """Check the declared sizes of an array.
+    """Check that an array's `zarr.json` does not claim more data than its chunk files can hold.
 
     Arguments:
-        metadata: Its parsed `zarr.json`.
-        stored: Bytes of its chunk files.
+        metadata: The parsed `zarr.json`.
+        stored: Bytes of the array's chunk files.
 
     Raises:
         ValueError: The grid has too many chunks, or the array or a chunk is too large for its files.
@@ -37,44 +37,47 @@ def expect_bounded(metadata: Mapping[str, Any], stored: int) -> None:
     shape = _sizes(metadata.get("shape"), "shape", least=0)
     grid = metadata.get("chunk_grid")
     if not isinstance(grid, Mapping) or grid.get("name") != "regular":
-        raise ValueError(f"expected a regular grid of chunks, found {grid!s:.80}")
+        raise ValueError(f"expected a regular chunk_grid, found {grid!s:.80}")
     chunks = _sizes(_configuration(grid).get("chunk_shape"), "chunk_shape", least=1)
     itemsize = _itemsize(metadata.get("data_type"))
     # Absent chunks are legal (all fill values), so a small file may describe a large array, but not an
     # endless one.
     limit = MOST_ABSENT + MOST_COMPRESSED * stored
-    _expect_grid(shape, chunks)
-    for name, sizes in (("an array", shape), ("a chunk", chunks)):
+    _require_few_chunks(shape, chunks)
+    for name, sizes in (("array", shape), ("chunk", chunks)):
         if math.prod(sizes) * itemsize > limit:
             raise ValueError(
-                f"expected {name} that files of {stored} bytes can hold, found a shape of {sizes!s:.80}"
+                f"the {name} shape {sizes!s:.80} needs more bytes than chunk files of {stored} bytes can hold"
             )
     codecs = metadata.get("codecs")
     if not isinstance(metadata.get("data_type"), str | Mapping) or not isinstance(codecs, list):
-        raise ValueError("no data_type, or no list of codecs")
+        raise ValueError("data_type or the list of codecs is missing")
     for codec in codecs:
         if isinstance(codec, Mapping) and codec.get("name") == "sharding_indexed":
             inner = _sizes(_configuration(codec).get("chunk_shape"), "chunk_shape of a shard", least=1)
-            _expect_grid(chunks, inner)
+            _require_few_chunks(chunks, inner)
 
 
-def _expect_grid(shape: Sequence[int], chunks: Sequence[int]) -> None:
+def _require_few_chunks(shape: Sequence[int], chunks: Sequence[int]) -> None:
+    """Raise ValueError if chunks of this shape do not fit an array, or are more than a million."""
     if len(shape) != len(chunks):
-        raise ValueError(f"expected chunks of {len(shape)} axes, found {list(chunks)!s:.80}")
+        raise ValueError(f"expected a chunk shape of {len(shape)} axes, found {list(chunks)!s:.80}")
     count = math.prod(-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True))
     if count > MOST_CHUNKS:
         raise ValueError(
-            f"expected at most {MOST_CHUNKS} chunks, found {count}: chunks of shape "
-            f"{list(chunks)!s:.80} in an array of shape {list(shape)!s:.80}"
+            f"expected at most {MOST_CHUNKS} chunks, found {count}: chunks of shape {list(chunks)!s:.80} in "
+            f"an array of shape {list(shape)!s:.80}"
         )
 
 
 def _configuration(item: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The field "configuration" of a codec or chunk grid in `zarr.json`; empty if it is missing."""
     configuration = item.get("configuration")
     return configuration if isinstance(configuration, Mapping) else {}
 
 
 def _sizes(value: Any, name: str, least: int) -> list[int]:
+    """Validate a shape read from `zarr.json`; ValueError unless it is a list of integers >= `least`."""
     if not isinstance(value, list) or not all(type(size) is int and size >= least for size in value):
         raise ValueError(f"expected {name} as integers of at least {least}, found {value!s:.80}")
     return value

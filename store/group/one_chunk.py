@@ -20,26 +20,32 @@ from ..sealed import read_json
 
 __all__ = ["OneChunk"]
 
-_LENGTH = 4  # bytes of each length field in vlen-utf8, as defined by the numcodecs codec
+_LENGTH_BYTES = 4  # of each length field in vlen-utf8, as defined by the numcodecs codec
 
 
 @dataclass(frozen=True)
 class OneChunk:
-    """Description of an array that is stored as one chunk."""
+    """Description of a Zarr array that is stored as one chunk: dtype, shape, dimension names, attributes."""
 
     dtype: np.dtype[Any]
-    """Numeric dtype, or `TEXT`."""
+    """Numeric dtype, or numpy's StringDType for text."""
     shape: tuple[int, ...]
     """Shape of the array; () for a scalar."""
     dims: tuple[str, ...]
     """Dimension names; () for a scalar."""
     attributes: Mapping[str, Any]
-    """Plain JSON values."""
+    """Attributes of the array, as plain JSON values."""
 
     @classmethod
     def from_text(cls, text: bytes) -> OneChunk | None:
-        """Parse a `zarr.json`; None unless it equals what the `text` property would give. ValueError if not
-        JSON."""
+        """Parse the `zarr.json` of an array.
+
+        Returns:
+            None unless it is byte for byte what this class writes (property `text`); zarr reads other arrays.
+
+        Raises:
+            ValueError: The file is not JSON.
+        """
         metadata = read_json(text)
         try:
             data_type = metadata["data_type"]
@@ -52,15 +58,14 @@ class OneChunk:
             # type() rather than isinstance: True is an int in Python, and JSON has both.
             has_sizes = all(type(size) is int and size >= 0 for size in array.shape)
             has_dims = len(dims) == len(array.shape) and all(isinstance(dim, str) for dim in dims)
-            is_ours = isinstance(array.attributes, dict) and has_sizes and has_dims and array.text == text
+            is_valid = isinstance(array.attributes, dict) and has_sizes and has_dims
+            return array if is_valid and array.text == text else None
         except (AttributeError, KeyError, TypeError):
             return None
-        return array if is_ours else None
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Shape of the chunk: that of the array, but 1 for an axis of length 0, as Zarr has no empty
-        chunks."""
+        """Shape of the chunk: the array's shape, with 1 for axes of length 0, as Zarr has no empty chunks."""
         return tuple(max(1, size) for size in self.shape)
 
     @property
@@ -70,12 +75,12 @@ class OneChunk:
 
     @property
     def fill(self) -> Any:
-        """Fill value, which readers see if the chunk file is missing."""
+        """Value that all elements read as if the chunk file is missing: NaN, 0 or ""."""
         return {"f": np.nan, "T": ""}.get(self.dtype.kind, 0)
 
     @property
     def text(self) -> bytes:
-        """The `zarr.json`, byte for byte as zarr writes it."""
+        """Content of the array's `zarr.json`, byte for byte as zarr writes it."""
         kind = self.dtype.kind
         numbers = LITTLE_ENDIAN if self.dtype.itemsize > 1 else {"name": "bytes"}
         return array_metadata(
@@ -90,7 +95,7 @@ class OneChunk:
 
     def chunk(self, values: Array) -> bytes | None:
         """Content of the chunk file; None if all values equal the fill value, as zarr then writes no file."""
-        return None if _is_fill(values) else with_crc32c(_packed(values))
+        return None if _is_fill(values) else with_crc32c(_encoded(values))
 
     def values(self, chunk: bytes | None) -> Array:
         """Decode a chunk file.
@@ -109,10 +114,10 @@ class OneChunk:
             return np.full(self.shape, self.fill, self.dtype)
         data, expected = chunk[:-SUM_BYTES], int.from_bytes(chunk[-SUM_BYTES:], "little")
         if (actual := crc32c(data)) != expected:
-            raise ValueError(f"expected a chunk with crc32c {expected:08x}, found {actual:08x}")
+            raise ValueError(f"the chunk is damaged: expected crc32c {expected:08x}, found {actual:08x}")
         # numpy's StringDType has no fixed item size, so text cannot be read with frombuffer.
         if self.dtype.kind == "T":
-            values = np.array(_unpacked(data), self.dtype)
+            values = np.array(_decoded_texts(data), self.dtype)
         else:
             values = np.frombuffer(data, self.dtype.newbyteorder("<"))
         if values.size != size:
@@ -127,24 +132,27 @@ def _is_fill(values: Array) -> bool:
     return not any(values.ravel()) if values.dtype.kind == "T" else not values.any()
 
 
-def _packed(values: Array) -> bytes:
-    """Encode in C order, little-endian; text as vlen-utf8: number of items, then each with its length."""
+def _encoded(values: Array) -> bytes:
+    """Encode numbers as little-endian bytes in C order, texts as vlen-utf8: their number, then each with its
+    length."""
     if values.dtype.kind != "T":
         return np.ascontiguousarray(values, values.dtype.newbyteorder("<")).tobytes()
     parts = [text.encode() for text in values.ravel().tolist()]
-    lengths = [len(part).to_bytes(_LENGTH, "little") for part in parts]
+    lengths = [len(part).to_bytes(_LENGTH_BYTES, "little") for part in parts]
     interleaved = (item for pair in zip(lengths, parts, strict=True) for item in pair)
-    return b"".join([len(parts).to_bytes(_LENGTH, "little"), *interleaved])
+    return b"".join([len(parts).to_bytes(_LENGTH_BYTES, "little"), *interleaved])
 
 
-def _unpacked(data: bytes) -> list[str]:
-    """Decode a vlen-utf8 chunk; ValueError if the lengths do not add up to its size."""
-    texts, offset = [], _LENGTH
+def _decoded_texts(data: bytes) -> list[str]:
+    """Decode the texts of a vlen-utf8 chunk; ValueError if their lengths do not add up to its size."""
+    texts, offset = [], _LENGTH_BYTES
     while offset < len(data):
-        start = offset + _LENGTH
+        start = offset + _LENGTH_BYTES
         offset = start + int.from_bytes(data[offset:start], "little")
         texts.append(data[start:offset].decode())
     # The loop may also end beyond the data if a length field is damaged.
-    if (offset, len(texts)) != (len(data), int.from_bytes(data[:_LENGTH], "little")):
-        raise ValueError(f"expected a chunk of text, found lengths that end at {offset} of {len(data)} bytes")
+    if (offset, len(texts)) != (len(data), int.from_bytes(data[:_LENGTH_BYTES], "little")):
+        raise ValueError(
+            f"the lengths of texts in the chunk add up to {offset} bytes, the chunk has {len(data)}"
+        )
     return texts

@@ -25,11 +25,11 @@ from .one_chunk import OneChunk
 
 
 class StoredArray(BackendArray):
-    """Wraps xarray's lazy array so that a damaged chunk raises CorruptEntry.
+    """Lazy array of a stored result, for xarray; reading a damaged chunk raises CorruptEntry.
 
     Arguments:
-        array: The `BackendArray` that reads it.
-        folder: Its folder, for error messages.
+        array: The `BackendArray` that reads the values.
+        folder: Folder of the Zarr array, for error messages.
         label: Names the array and result in error messages.
     """
 
@@ -43,12 +43,12 @@ class StoredArray(BackendArray):
 
 
 class ChunkArray(BackendArray):
-    """Lazy array over a single chunk file.
+    """Lazy array, for xarray, over a Zarr array of a single chunk file.
 
     Arguments:
         files: The store's files.
-        folder: Path of the array.
-        chunk: Its description.
+        folder: Path of the Zarr array.
+        chunk: Description of the array.
     """
 
     def __init__(self, files: Folder, folder: str, chunk: OneChunk) -> None:
@@ -67,7 +67,7 @@ class ChunkArray(BackendArray):
 def stored_variables(
     files: Folder, folder: str, metadata: Mapping[str, bytes], label: str
 ) -> dict[str, xr.Variable]:
-    """Lazy variables of the group in a folder, with values exactly as stored.
+    """Open the arrays of a Zarr group as lazy xarray variables, with values exactly as stored.
 
     Arguments:
         files: The store's files.
@@ -93,6 +93,14 @@ def stored_variables(
 
 
 def _through_zarr(files: Folder, folder: str, text: bytes, label: str) -> xr.Variable:
+    """Open an array through zarr as a lazy variable.
+
+    Arguments:
+        files: The store's files.
+        folder: Path of the array.
+        text: Content of its `zarr.json`.
+        label: Names the array and result in error messages.
+    """
     # Imported late: importing zarr takes a tenth of the time in which a cached answer is shown.
     import zarr
     from zarr.storage import LocalStore, StorePath
@@ -118,11 +126,11 @@ def _encoding(dtype: np.dtype[Any], dims: tuple[str, ...], chunks: tuple[int, ..
 
 @contextmanager
 def damage_errors(label: str, folder: str) -> Iterator[None]:
-    """Context of a read: whatever zarr raises on damaged data becomes CorruptEntry.
+    """Context manager around a read: exceptions that zarr raises on damaged data become CorruptEntry.
 
     Arguments:
         label: Names the array or result in error messages.
-        folder: Its folder.
+        folder: Folder of the array or result.
     """
     try:
         yield
@@ -130,6 +138,4 @@ def damage_errors(label: str, folder: str) -> Iterator[None]:
         raise
     # zarr has no error class for damaged data; these are what codecs, checksums and JSON raise.
     except (OSError, ValueError, LookupError, ArithmeticError, RuntimeError, MemoryError) as error:
-        raise CorruptEntry(
-            f"{label}: expected {folder} as it was written, found that it cannot be read ({error}); {REPAIR}"
-        ) from error
+        raise CorruptEntry(f"{label}: the Zarr files in {folder} are damaged ({error}); {REPAIR}") from error

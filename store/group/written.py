@@ -27,31 +27,31 @@ __all__ = ["are_plain", "write_arrays"]
 
 
 def are_plain(dataset: xr.Dataset, most: int) -> bool:
-    """Whether `write_arrays` can write a dataset: it is small, has no dask arrays, and names fit folders.
+    """Whether `write_arrays` can write a dataset: it is small, in memory, and its names can name folders.
 
     Arguments:
-        dataset: The dataset, in storable form.
-        most: Largest number of bytes of all its arrays.
+        dataset: The dataset, as returned by `results.prepare`.
+        most: Largest number of bytes of all arrays together.
     """
-    return dataset.nbytes <= most and all(
-        isinstance(name, str)
-        and name.strip(".")
-        and not {"/", "\\"} & set(name)
-        and variable.chunks is None
-        and variable.dtype.isnative
-        for name, variable in dataset.variables.items()
+    has_plain_names = all(
+        isinstance(name, str) and name.strip(".") and not {"/", "\\"} & set(name)
+        for name in dataset.variables
     )
+    in_memory = all(
+        variable.chunks is None and variable.dtype.isnative for variable in dataset.variables.values()
+    )
+    return has_plain_names and in_memory and dataset.nbytes <= most
 
 
 def write_arrays(folder: Path, dataset: xr.Dataset) -> xr.Dataset:
-    """Write a dataset as a group.
+    """Write a dataset as a new Zarr group, each array as one chunk.
 
     Arguments:
         folder: Folder to be created.
-        dataset: In storable form, as returned by `results.prepare`.
+        dataset: The dataset, as returned by `results.prepare`.
 
     Returns:
-        The dataset in encoded form, as it would be read back.
+        The dataset as it would be read back, before decoding by xarray.
 
     Raises:
         TypeError: Attributes are not JSON values.
@@ -59,12 +59,12 @@ def write_arrays(folder: Path, dataset: xr.Dataset) -> xr.Dataset:
     """
     variables, attributes = encode_dataset_coordinates(dataset)
     folder.mkdir()
-    raw = {name: _written(folder, str(name), variable) for name, variable in variables.items()}
-    return xr.Dataset(raw, attrs=_described(folder, group_metadata(attributes))["attributes"])
+    raw = {name: _write_array(folder, str(name), variable) for name, variable in variables.items()}
+    return xr.Dataset(raw, attrs=_write_metadata(folder, group_metadata(attributes))["attributes"])
 
 
-def _written(group_folder: Path, name: str, variable: xr.Variable) -> xr.Variable:
-    """Write one array; return it as it would be read back."""
+def _write_array(group_folder: Path, name: str, variable: xr.Variable) -> xr.Variable:
+    """Write one array into the folder of its group; return it as it would be read back."""
     # Without this xarray adds a fill value of NaN to floats and masks equal values on reading.
     variable.encoding = {"_FillValue": None}
     encoded = encode_zarr_variable(variable, name=name, zarr_format=3)
@@ -76,7 +76,7 @@ def _written(group_folder: Path, name: str, variable: xr.Variable) -> xr.Variabl
     array = OneChunk(values.dtype, values.shape, encoded.dims, attributes)
     folder = group_folder / name
     folder.mkdir()
-    metadata = _described(folder, array.text)
+    metadata = _write_metadata(folder, array.text)
     chunk = array.chunk(values)
     if chunk is None:
         # The file is omitted, so reading gives the fill value: signs of zeros and payloads of NaNs are lost.
@@ -89,8 +89,8 @@ def _written(group_folder: Path, name: str, variable: xr.Variable) -> xr.Variabl
     return xr.Variable(encoded.dims, values, metadata["attributes"], encoding)
 
 
-def _described(folder: Path, text: bytes) -> dict[str, Any]:
-    """Write a `zarr.json`; return its parsed content."""
+def _write_metadata(folder: Path, text: bytes) -> dict[str, Any]:
+    """Write the `zarr.json` of an array or group; return its parsed content."""
     (folder / "zarr.json").write_bytes(text)
     metadata: dict[str, Any] = json.loads(text)
     return metadata

@@ -58,7 +58,8 @@ Rows = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 @xr.register_dataset_accessor("mi")  # type: ignore[no-untyped-call]
 class PackedAccessor:
-    """Accessor for a dataset whose prompts lie end to end on the `token` axis."""
+    """`ds.mi`: select prompts, tokens and layers of a dataset whose prompts lie end to end on the `token`
+    axis."""
 
     def __init__(self, dataset: xr.Dataset) -> None:
         self._ds = dataset
@@ -73,36 +74,36 @@ class PackedAccessor:
         layer: LayerChoice | None = None,
         **labels: Label | Sequence[Label],
     ) -> xr.Dataset:
-        """Select tokens and layers that meet all given conditions; lazy, packed like the input.
+        """Select the tokens and layers that meet all given conditions; lazy, with prompts still end to end.
 
         Prompts without a selected token are dropped; `prompt_id` and `position` keep the original numbers.
         Any condition on tokens leaves out attention patterns, which have two tokens per number: see `attn`.
 
         Arguments:
-            prompt: Numbers (negative from the end) or whole texts.
-            token: Token ids, or strings exactly as in the vocabulary, with their leading space.
-            chars: (start, end), half-open, or a phrase that occurs once in each text; selects overlapping
-                tokens.
-            position: Numbers (negative from the end) or a slice, among the tokens of each prompt in this
-                dataset.
-            layer: A number drops the axis; a range or list keeps it; a slice includes both ends, as in
-                `.sel`.
-            labels: Values of prompt labels, such as label="pos" or label=["pos", "neg"], which a capture kept
-                (`--label`, or the columns of a `Corpus`).
+            prompt: Numbers (negative from the end) or whole texts of prompts.
+            token: Token ids, or token strings exactly as in the vocabulary, with their leading space.
+            chars: Character span (start, end) with the end excluded, or a phrase that occurs once in each
+                text;
+                selects all tokens that overlap it.
+            position: Positions (negative from the end) or a slice, among the tokens that each prompt has in
+                this dataset.
+            layer: Layer number, which drops the axis; a range or list, which keeps it; or a slice, which
+                includes both ends, as in `.sel`.
+            labels: Values of prompt labels, such as label="pos" or label=["pos", "neg"]. Labels are stored by
+                `mizarr capture --label`, or are columns of a `Corpus`.
+
+        Returns:
+            Dataset with the selected tokens on the `token` axis.
 
         Raises:
             PromptError: A prompt, label, position, phrase or span does not exist; the message names the
-                nearest.
-            TokenizerError: A string is no token; the message names the nearest.
+                most similar one.
+            TokenizerError: A string is no token; the message names the most similar one.
             EntryNotFound: A layer was not captured.
         """
         ds = self._ds if layer is None else select_layers(self._ds, layer)
-        prompt_numbers = range(len(self._sizes))
-        rows: Indices = (
-            np.array(prompt_numbers, np.int64)
-            if prompt is None
-            else prompt_rows(ds, prompt, len(prompt_numbers))
-        )
+        n_prompts = len(self._sizes)
+        rows = np.arange(n_prompts) if prompt is None else prompt_rows(ds, prompt, n_prompts)
         if labels:
             rows = rows[labelled_rows(ds, labels)[rows]]
         if token is None and chars is None and position is None:
@@ -113,37 +114,35 @@ class PackedAccessor:
             conditions = {"token": token, "chars": chars, "position": position}
             named = ", ".join(f"{name}={value!r}" for name, value in conditions.items() if value is not None)
             raise PromptError(
-                f"expected at least one token with {named}, found none in {len(rows)} prompts; drop a "
-                "condition, or select other prompts"
+                f"no token in {len(rows)} prompts meets the conditions {named}; drop a condition, or select "
+                "other prompts"
             )
-        full = np.array([len(positions) > 0 for positions in selected])
-        return self._repacked(
-            self._on_token(ds),
-            rows[full],
-            [positions for positions in selected if len(positions)],
-            whole=False,
-        )
+        has_tokens = np.array([len(positions) > 0 for positions in selected])
+        kept_positions = [positions for positions in selected if len(positions)]
+        return self._repacked(self._token_variables(ds), rows[has_tokens], kept_positions, whole=False)
 
     def hook(self, name: str) -> xr.DataArray:
-        """Activations of a hook point, lazy.
+        """Activations captured at a hook point, lazy.
 
         Arguments:
             name: "blocks.5.hook_resid_post" for [token, …], or "*" in place of the layer for [layer, token,
                 …].
 
         Raises:
-            HookPointNotFound: It was not captured; the message has the command that captures it.
+            HookPointNotFound: The hook point was not captured; the message has the command that captures it.
         """
         return at_hook(self._ds, name)
 
     def characters(self, i: int) -> CharacterSpans:
-        """Character spans of the tokens of prompt `i`: `char_to_token(5)`, `char_range_to_tokens(4, 16)`,
-        …"""
+        """Which characters of prompt `i` each of its tokens covers.
+
+        `ds.mi.characters(0).char_range_to_tokens(4, 16)` are the tokens of characters 4 to 15.
+        """
         start, size = self._row(i)
         return spans_of(self._ds, slice(start, start + size))
 
     def prompt(self, i: Prompt) -> xr.Dataset:
-        """One prompt, lazy: [layer, position, …], with `token_string` if the vocabulary is known.
+        """Select one prompt, lazy: [layer, position, …], with `token_string` if the vocabulary is known.
 
         Attention patterns stay packed as [layer, pair, head]; see `attn`.
 
@@ -166,15 +165,14 @@ class PackedAccessor:
         return self._with_strings(prompt, "position")
 
     def prompts(self, rows: Rows) -> xr.Dataset:
-        """Select prompts, in the order of `rows`, lazy and packed anew. `prompt_id` keeps the original
-        numbers."""
+        """Select prompts by number, in the order of `rows`; lazy. `prompt_id` keeps the original numbers."""
         prompt_numbers: Indices = np.asarray(rows, np.int64)
         return self._repacked(
             self._ds, prompt_numbers, [np.arange(n) for n in self._sizes[prompt_numbers]], whole=True
         )
 
     def unpack(self) -> xr.Dataset:
-        """All prompts as one block in memory, with [prompt, position] in place of token.
+        """Load all prompts as one block in memory, with axes [prompt, position] in place of token.
 
         Raises:
             ShapeError: The prompts differ in length; then use `pad`.
@@ -184,25 +182,25 @@ class PackedAccessor:
             short, long = int(sizes.argmin()), int(sizes.argmax())
             names = self._ds["prompt_id"].values if "prompt_id" in self._ds.coords else np.arange(len(sizes))
             raise ShapeError(
-                f"expected the same number of tokens of every prompt, found {sizes[short]} of prompt "
-                f"{names[short]} and {sizes[long]} of prompt {names[long]}; ds.mi.pad() fills up and adds a "
-                "mask, or select as many of each: ds.mi.sel(position=…)"
+                f"ds.mi.unpack() is for prompts of one length, found {sizes[short]} tokens in prompt "
+                f"{names[short]} and {sizes[long]} in prompt {names[long]}; use ds.mi.pad(), which fills up "
+                "and adds a mask, or select as many of each: ds.mi.sel(position=…)"
             )
         return self.pad().drop_vars("mask")
 
     def tokens(self, indices: Rows) -> xr.Dataset:
-        """Select tokens by index on the token axis, of every variable that has one; in memory, [layer, token,
-        …].
+        """Load tokens, given by index on the token axis, of every variable that has one: [layer, token, …].
 
-        Reads the mapped shards even if the dataset is chunked: a scattered row then costs a page, not a
-        chunk.
+        Reads the files directly even if the dataset has dask arrays, as a scattered token of a dask array
+        costs a whole chunk.
         """
-        return self._on_token(unchunked(self._ds)).isel(token=np.asarray(indices)).load()
+        return self._token_variables(unchunked(self._ds)).isel(token=np.asarray(indices)).load()
 
     def pad(self, max_len: int | None = None, *, cut: bool = False, fill: float = np.nan) -> xr.Dataset:
-        """All prompts as one padded block in memory, with [prompt, position] in place of token.
+        """Load all prompts as one padded block in memory, with axes [prompt, position] in place of token.
 
-        Adds `mask` (True at tokens) and, if the vocabulary is known, `token_string` ("" in the padding).
+        Adds the coordinates `mask` (True at tokens) and, if the vocabulary is known, `token_string` ("" in
+        the padding).
 
         Arguments:
             max_len: Length of the position axis; None for the longest prompt.
@@ -217,18 +215,17 @@ class PackedAccessor:
         max_len = longest if max_len is None else max_len
         if longest > max_len and not cut:
             raise ShapeError(
-                f"expected prompts of at most max_len={max_len} tokens, the longest has {longest}; "
-                f"pass max_len={longest}, or cut=True to drop what is beyond"
+                f"ds.mi.pad: the longest prompt has {longest} tokens, more than max_len={max_len}; pass "
+                f"max_len={longest}, or cut=True to cut prompts"
             )
         position = np.arange(max_len, dtype=np.int32)
         # Made from sizes rather than from values: an activation may itself be NaN.
         mask = xr.DataArray(position < self._sizes[:, None], dims=("prompt", "position"))
         # Padding columns repeat the prompt's last token, so that the index stays valid; `where` replaces them
         # below.
-        indices = (self._starts[:, None] + position).clip(
-            max=self._starts[:, None] + self._sizes[:, None] - 1
-        )
-        block = self._on_token(unchunked(self._ds)).drop_vars(["prompt", "position"], errors="ignore")
+        last_token = self._starts + self._sizes - 1
+        indices = (self._starts[:, None] + position).clip(max=last_token[:, None])
+        block = self._token_variables(unchunked(self._ds)).drop_vars(["prompt", "position"], errors="ignore")
         block = block.isel(token=xr.DataArray(indices, dims=("prompt", "position"))).load()
         positions = self._ds["position"].values[indices] if "position" in self._ds.coords else None
         labels = self._ds.drop_vars(["row_start", "row_size", "pair_start"], errors="ignore").coords
@@ -242,24 +239,27 @@ class PackedAccessor:
         return block.assign_coords(position_labels(positions, mask.values))
 
     def attn(self, i: int, variable: str = "pattern") -> xr.DataArray:
-        """Attention matrix of prompt `i`, in memory: [layer, head, query_position, key_position].
+        """Load the attention matrix of prompt `i`: [layer, head, query_position, key_position].
 
-        Above the diagonal it has what the model computed: weights of 0 under a causal mask, scores of -inf
-        where they are masked.
+        Above the diagonal are the values that the model computed: weights of 0 under a causal mask, scores of
+        -inf where they are masked.
 
         Arguments:
             i: Number of the prompt.
-            variable: "pattern", "attn_scores", "scores", or another variable with two positions.
+            variable: Name of the variable: "pattern", "attn_scores", "scores", or another one with a value
+                per
+                query and key.
         """
         packed = as_layer(self._variable(variable))
         axis = "square" if "square" in packed.dims else "pair"
         return squared(packed.isel({axis: self._pairs(axis, i)}), axis, self._row(i)[1])
 
     def numpy(self, variable: str, layer: int | None, segment: int) -> npt.NDArray[Any]:
-        """One shard as a numpy array, [tokens of the segment, …].
+        """One segment (range of tokens stored in one file) of an array, as a numpy array [token, …].
 
-        A read-only view of the memory map if it has one chunk (at most 1 MiB); otherwise a copy, as checksums
-        lie between the chunks. int8 is dequantised to float32; bfloat16 has the dtype `ml_dtypes.bfloat16`.
+        It is a read-only view of the memory-mapped file if that has one chunk (at most 1 MiB); otherwise a
+        copy, as checksums lie between the chunks. int8 is dequantised to float32; bfloat16 has the dtype
+        `ml_dtypes.bfloat16`.
 
         To torch without a copy (torch warns of read-only arrays): `torch.from_numpy(a)`, for bfloat16
         `torch.from_numpy(a.view("u2")).view(torch.bfloat16)`.
@@ -283,10 +283,12 @@ class PackedAccessor:
 
     @cached_property
     def _sizes(self) -> npt.NDArray[np.int64]:
+        """Tokens per prompt, [prompt]; ShapeError if the dataset no longer has whole prompts end to end."""
         if "row_size" not in self._ds.variables or "token" not in self._ds.dims:
             raise ShapeError(
-                "expected a packed dataset (dimension 'token', variable 'row_size'), found dimensions "
-                f"{', '.join(map(str, self._ds.dims)) or 'none'}; .mi is for runs before they are reduced"
+                "ds.mi is for datasets of prompts end to end (dimension 'token', variable 'row_size'), found "
+                f"dimensions {', '.join(map(str, self._ds.dims)) or 'none'}; use it before the token axis is "
+                "reduced"
             )
         sizes = self._ds["row_size"].values.astype(np.int64)
         n_tokens = self._ds.sizes["token"]
@@ -294,8 +296,9 @@ class PackedAccessor:
         # cannot be located.
         if sizes.ndim != 1 or int(sizes.sum()) != n_tokens:
             raise ShapeError(
-                f"row sizes sum to {int(sizes.sum())}, but the token axis has {n_tokens}: it was cut. "
-                "Select whole prompts with ds.mi.prompts([...]), or use .mi before .isel(token=...)"
+                f"the token axis was cut: it has {n_tokens} tokens, and the prompts have {int(sizes.sum())} "
+                "(row_size); select whole prompts with ds.mi.prompts([...]), or use .mi before "
+                ".isel(token=...)"
             )
         return sizes
 
@@ -304,8 +307,9 @@ class PackedAccessor:
         return exclusive_sum(self._sizes)
 
     def _row(self, i: int) -> tuple[int, int]:
+        """First token and number of tokens of prompt `i`; a negative `i` counts from the end."""
         if not -len(self._sizes) <= i < len(self._sizes):
-            raise PromptError(f"expected a prompt index below {len(self._sizes)}, found {i}")
+            raise PromptError(f"there is no prompt {i}; prompts are numbered 0 to {len(self._sizes) - 1}")
         return int(self._starts[i]), int(self._sizes[i])
 
     def _pairs(self, axis: str, i: int) -> slice:
@@ -314,12 +318,13 @@ class PackedAccessor:
         return slice(start, start + int(rows_before(axis, self._sizes[i], self._sizes[i])))
 
     def _variable(self, name: str) -> xr.DataArray:
+        """A variable of the dataset; EntryNotFound, with the command that captures it, if it is missing."""
         if name not in self._ds.data_vars:
             variables = [str(n) for n in self._ds.data_vars]
             hook = "blocks.*.attn.hook_pattern" if name == "pattern" else f"*hook_{name}"
             raise EntryNotFound(
-                f"no variable {name!r}; the dataset holds {', '.join(variables) or 'none'}, nearest is "
-                f"{nearest(name, variables)!r}. Name another, or capture it: "
+                f"the dataset has no variable {name!r}; it has {', '.join(variables) or 'none'}, the most "
+                f"similar is {nearest(name, variables)!r}; name another, or capture it: "
                 f"{capture_command(self._ds, hook)}"
             )
         return self._ds[name]
@@ -327,13 +332,15 @@ class PackedAccessor:
     def _selected_positions(
         self, row: int, token: Any, chars: Chars | None, position: Position | None
     ) -> Indices:
-        """Tokens of a prompt that meet all conditions, as positions in it."""
+        """Positions, within the prompt of this number, of the tokens that meet all conditions of `sel`."""
         start, size = self._row(row)
         tokens = slice(start, start + size)
         is_selected = np.ones(size, bool)
         if token is not None:
             if "token_id" not in self._ds.coords:
-                raise PromptError("expected token ids, found none stored; select by position instead")
+                raise PromptError(
+                    "ds.mi.sel(token=…) needs token ids, and this run is stored without; select by position="
+                )
             is_selected &= np.isin(self._ds["token_id"][tokens].values, self._token_ids(token))
         if chars is not None:
             overlaps = np.zeros(size, bool)
@@ -345,18 +352,19 @@ class PackedAccessor:
         return positions[is_selected[positions]]
 
     def _token_ids(self, token: Any) -> list[int]:
-        if (ids := self._looked_up.get(repr(token))) is None:
-            ids = self._looked_up[repr(token)] = token_ids(token, self._vocabulary)
+        """Token ids of the argument `token` of `sel`; cached, as `sel` needs them for every prompt."""
+        if (ids := self._ids_of_argument.get(repr(token))) is None:
+            ids = self._ids_of_argument[repr(token)] = token_ids(token, self._vocabulary)
         return ids
 
     @cached_property
-    def _looked_up(self) -> dict[str, list[int]]:
+    def _ids_of_argument(self) -> dict[str, list[int]]:
         return {}
 
     def _repacked(
         self, ds: xr.Dataset, rows: Indices, positions: Sequence[Indices], *, whole: bool
     ) -> xr.Dataset:
-        """Select tokens of prompts, packed anew.
+        """Select tokens of prompts, end to end again, with `token_string` if the vocabulary is known.
 
         Arguments:
             ds: The dataset.
@@ -367,13 +375,14 @@ class PackedAccessor:
         result = repacked(ds, self._starts, rows, positions, whole=whole)
         return result if whole else self._with_strings(result, "token")
 
-    def _on_token(self, dataset: xr.Dataset) -> xr.Dataset:
+    def _token_variables(self, dataset: xr.Dataset) -> xr.Dataset:
+        """The variables that have a token axis; ShapeError if there are none."""
         names = [name for name, variable in dataset.data_vars.items() if "token" in variable.dims]
         if not names:
             raise ShapeError(
-                "expected a variable with a token axis, found "
-                f"{', '.join(map(str, dataset.data_vars)) or 'none'}; attention patterns have two tokens per "
-                "number: see ds.mi.attn(prompt)"
+                "no variable of the dataset has a token axis, found "
+                f"{', '.join(map(str, dataset.data_vars)) or 'none'}; for attention patterns, which have two "
+                "tokens per number, use ds.mi.attn(prompt)"
             )
         return dataset[names].drop_vars(["row_start", "row_size", "pair_start"], errors="ignore")
 

@@ -21,7 +21,7 @@ __all__ = ["CharacterSpans", "find_span", "find_spans", "words"]
 
 
 class CharacterSpans:
-    """Character spans of the tokens of one text.
+    """Which characters of a text each of its tokens covers; finds the tokens of characters.
 
     Arguments:
         start: First character of each token, int [token].
@@ -39,14 +39,13 @@ class CharacterSpans:
         return len(self.start)
 
     def char_to_token(self, char: int) -> int | None:
-        """First token that covers a character; None if none does."""
+        """Position of the first token that covers a character; None if none does."""
         return _first((self.start <= char) & (char < self.end))
 
     def char_to_token_fuzzy(self, char: int) -> int | None:
-        """Token that covers a character, or else the token whose middle is nearest to it (the earlier one of
-        two).
+        """Position of the token that covers a character, or else of the token whose middle is nearest to it.
 
-        None only if no token covers any character.
+        Of two equally near tokens, the earlier one. None only if no token covers any character.
         """
         exact = self.char_to_token(char)
         if exact is not None or not len(self.placed):
@@ -56,11 +55,11 @@ class CharacterSpans:
         return int(self.placed[np.abs(middle - char).argmin()])
 
     def char_to_token_start(self, char: int) -> int | None:
-        """First token that starts at or after a character; None for a character after the last token."""
+        """Position of the first token that starts at or after a character; None if there is none."""
         return _first((self.start >= char) & (self.end > self.start))
 
     def char_range_to_tokens(self, start: int, end: int) -> list[int]:
-        """All tokens that overlap a span of characters.
+        """Positions of all tokens that overlap a span of characters.
 
         Arguments:
             start: First character.
@@ -84,7 +83,7 @@ def find_spans(text: str, phrase: str) -> list[tuple[int, int]]:
     [(0, 5), (16, 21)]
     """
     if not phrase:
-        raise PromptError("expected a phrase to look for, found an empty one")
+        raise PromptError("the phrase to find in the prompt is empty; give a word of the prompt")
     spans, start = [], text.find(phrase)
     while start >= 0:
         end = start + len(phrase)
@@ -99,11 +98,16 @@ def find_spans(text: str, phrase: str) -> list[tuple[int, int]]:
 
 
 def find_span(text: str, phrase: str) -> tuple[int, int]:
-    """Span of the only occurrence of a phrase as whole words; arguments as for `find_spans`.
+    """Span (start, end) of the only occurrence of a phrase as whole words.
+
+    Arguments:
+        text: The text to search.
+        phrase: One or several words, or any other characters.
 
     Raises:
-        PromptError: It occurs several times (the message lists where) or not at all (it names the nearest
-            word).
+        PromptError: The phrase occurs several times (the message lists where) or not at all (the message
+            names
+            the most similar word).
     """
     spans = find_spans(text, phrase)
     if len(spans) == 1:
@@ -111,15 +115,15 @@ def find_span(text: str, phrase: str) -> tuple[int, int]:
     if spans:
         starts = ", ".join(str(start) for start, _ in spans)
         raise PromptError(
-            f"expected {phrase!r} once, found it at characters {starts} of {text!r}; take more of the words "
-            "around it, or give a token position"
+            f"the phrase {phrase!r} occurs at characters {starts} of {text!r}, expected it once; add some of "
+            "the words around it, or give a token position"
         )
     hint = did_you_mean(phrase, [text[start:end] for start, end in words(text)])
-    raise PromptError(f"expected a phrase of the prompt {text!r}, found {phrase!r}{hint}")
+    raise PromptError(f"the phrase {phrase!r} does not occur as whole words in the prompt {text!r}{hint}")
 
 
 def words(text: str) -> list[tuple[int, int]]:
-    """Spans of all maximal sequences of letters and digits.
+    """Spans (start, end) of all words in a text: maximal sequences of letters and digits.
 
     >>> words("It's 5!")
     [(0, 2), (3, 4), (5, 6)]
@@ -135,5 +139,6 @@ def words(text: str) -> list[tuple[int, int]]:
 
 
 def _first(mask: npt.NDArray[np.bool_]) -> int | None:
+    """Index of the first True; None if there is none."""
     index = int(mask.argmax()) if len(mask) else 0
     return index if len(mask) and mask[index] else None

@@ -53,7 +53,7 @@ from ..runs.vocabularies import read_vocabulary, register_vocabulary
 if TYPE_CHECKING:
     from ..runs.packed import PackedTokens
 
-_LAZY = 256 << 20  # bytes of all variables above which chunks="auto" returns dask arrays
+_DASK_BYTES = 256 << 20  # bytes of all variables above which chunks="auto" returns dask arrays
 
 Index = int | np.integer[Any] | slice | npt.NDArray[np.integer[Any]]
 Chunks = Literal["auto", "segment"] | None
@@ -67,19 +67,21 @@ def open_entry(
     views: Mapping[str, View] | None = None,
     segment: int | None = None,
 ) -> xr.Dataset:
-    """Open the published activations of a run.
+    """Open the published activations of a run as a labelled, lazy dataset.
 
     Arguments:
-        entry: The run.
-        variables: Names; None for all that are published.
+        entry: The stored run.
+        variables: Names of the variables; None for all that are published.
         layers: Layer numbers, or a mapping from variable to layer numbers; None for all that are published.
-        chunks: "segment" for dask arrays with one chunk per layer and segment; None for lazy indexing without
-            dask, which is faster for single prompts; "auto" uses dask above 256 MiB.
-        views: Name -> (published variable, selection): shows some tokens of a variable that has all.
+        chunks: "segment" for dask arrays with one chunk per layer and segment (range of tokens stored in one
+            file); None for lazy indexing without dask, which is faster for single prompts; "auto" uses dask
+            above 256 MiB.
+        views: Name -> (published variable, selection of tokens): opens some tokens of a variable under a name
+            of their own.
         segment: Number of the only segment to open; None for all.
 
     Raises:
-        EntryNotFound: A variable or layer is not published; the message lists what is.
+        EntryNotFound: A variable or layer is not published; the message lists those that are.
     """
     opened = _opened_layers(entry, variables, layers, views or {})
     # The stored variable that each opened one is read from, and the selection of its tokens (None: all).
@@ -93,12 +95,13 @@ def open_entry(
     model_attribute, source = {DIGEST: entry.run.model}, entry.folder.where(entry.path)
     common_layers = _largest(opened)
     # Axes of ranks and features have their numbers as labels.
-    indexed = {
+    numbered_sizes = {
         dim: size for spec in specs.values() for dim, size in spec.sizes.items() if _kind_of(dim) is not None
     }
-    displayed = _displayed_names(indexed)
+    displayed = _displayed_names(numbered_sizes)
     coords |= {
-        displayed[dim]: xr.Variable((displayed[dim],), np.arange(size)) for dim, size in indexed.items()
+        displayed[dim]: xr.Variable((displayed[dim],), np.arange(size))
+        for dim, size in numbered_sizes.items()
     }
     for name, opened_layers in opened.items():
         spec = specs[name]
@@ -123,7 +126,7 @@ def open_entry(
             coords[name] = xr.Variable(("prompt_id",), values)
     tokenizer = {"tokenizer": attributes["tokenizer"]} if "tokenizer" in attributes else {}
     dataset = xr.Dataset(data, coords, tokenizer | model_attribute)
-    if chunks == "segment" or (chunks == "auto" and sum(v.nbytes for v in data.values()) > _LAZY):
+    if chunks == "segment" or (chunks == "auto" and sum(v.nbytes for v in data.values()) > _DASK_BYTES):
         dataset = _chunked(dataset, entry, data, axes)
     if segment is not None:
         bounds = {dim: _starts(entry, selection)[segment : segment + 2] for dim, selection in axes.values()}
@@ -138,10 +141,10 @@ def open_entry(
 
 
 def entry_at(source: str) -> Entry:
-    """Open the entry in a folder for reading. Cached, so that all parts of a dataset share its memory maps.
+    """Open the stored run in a folder for reading. Cached, so that all parts of a dataset share memory maps.
 
     Arguments:
-        source: Address of the folder, as `Folder.where` returns it.
+        source: Path or URL of the run's folder.
     """
     folder, path = folder_at(source)
     # The stamps are part of the cache key: the run may have been removed and created again with other
@@ -157,16 +160,17 @@ def _entry_at(source: str, stamps: tuple[Stamp | None, ...]) -> Entry:
 
 
 def forget_entries() -> None:
-    """Drop the cached entries of `entry_at`."""
+    """Drop the stored runs that `entry_at` has cached, for example after files of a run were removed."""
     _entry_at.cache_clear()
 
 
 class ShardedArray(BackendArray):
-    """Lazy array over the shards of one variable, [layer,] packed axis, *tail. bfloat16 and int8 read as
-    float32.
+    """Lazy array over the shard files of one variable, [layer, token, ...].
+
+    bfloat16 and int8 are read as float32.
 
     Arguments:
-        entry: The run.
+        entry: The stored run.
         variable: Name of the stored array.
         layers: Layer number at each index of the layer axis; None without a layer axis.
     """
@@ -179,8 +183,8 @@ class ShardedArray(BackendArray):
         # numpy reductions fail on ml_dtypes' bfloat16 (mean raises TypeError), so readers get float32.
         is_widened = stored.name in ("bfloat16", QUANTISED)
         self.dtype = np.dtype(np.float32) if is_widened else stored.newbyteorder("=")
-        front = () if layers is None else (len(layers),)
-        self.shape = (*front, int(self.bounds[-1]), *spec.tail)
+        layer_axis = () if layers is None else (len(layers),)
+        self.shape = (*layer_axis, int(self.bounds[-1]), *spec.tail)
 
     def __reduce__(self) -> tuple[Callable[..., ShardedArray], tuple[str, str, tuple[int, ...] | None]]:
         # Pickled as an address: the other process maps the same files instead of receiving their content.
@@ -195,6 +199,7 @@ class ShardedArray(BackendArray):
         return indexing.explicit_indexing_adapter(key, self.shape, indexing.IndexingSupport.OUTER, self._read)
 
     def _read(self, key: tuple[Index, ...]) -> npt.NDArray[Any]:
+        """Read the elements that `key` selects, given per axis as an integer, slice or index array."""
         if self.layers is None:
             return self._read_layer(None, key)
         layer_key = key[0]
@@ -204,14 +209,20 @@ class ShardedArray(BackendArray):
         lengths = [_length(k, n) for k, n in zip(key[1:], self.shape[1:], strict=True)]
         out = np.empty((len(layers), *(n for n in lengths if n is not None)), self.dtype)
         for i, layer in enumerate(layers):
-            self._read_layer(
-                layer, key[1:], out[i, ...]
-            )  # "...": a view even when a single number is selected
+            # "...": a view even when a single number is selected
+            self._read_layer(layer, key[1:], out[i, ...])
         return out
 
     def _read_layer(
         self, layer: int | None, key: tuple[Index, ...], out: npt.NDArray[Any] | None = None
     ) -> npt.NDArray[Any]:
+        """Read selected rows of one layer.
+
+        Arguments:
+            layer: Layer number; None without a layer axis.
+            key: Rows, and then per axis of a row, the elements to read.
+            out: Array to fill; None for a new one.
+        """
         rows, tail_key = key[0], key[1:]
         if isinstance(rows, int | np.integer):
             n = int(np.searchsorted(self.bounds, rows, side="right")) - 1
@@ -237,6 +248,7 @@ class ShardedArray(BackendArray):
     def _copy_range(
         self, layer: int | None, start: int, stop: int, tail_key: tuple[Index, ...], out: npt.NDArray[Any]
     ) -> None:
+        """Copy the rows from `start` to `stop` into `out`, segment by segment and chunk by chunk."""
         row = start
         while row < stop:
             n = int(np.searchsorted(self.bounds, row, side="right")) - 1
@@ -250,20 +262,22 @@ class ShardedArray(BackendArray):
     def _gather(
         self, layer: int | None, rows: npt.NDArray[Any], tail_key: tuple[Index, ...], out: npt.NDArray[Any]
     ) -> None:
+        """Copy single rows, given by number, into `out`, segment by segment."""
         segment = np.searchsorted(self.bounds, rows, side="right") - 1
         for n in np.unique(segment):
-            selected = np.flatnonzero(segment == n)
+            in_segment = np.flatnonzero(segment == n)
             # Ascending rows read the mapped pages in order, which is 1.5-2x faster.
-            selected = selected[np.argsort(rows[selected], kind="stable")]
-            block = self._shard(layer, int(n))[rows[selected] - self.bounds[n]]
-            out[selected] = _orthogonal(block, (slice(None), *tail_key))
+            in_segment = in_segment[np.argsort(rows[in_segment], kind="stable")]
+            block = self._shard(layer, int(n))[rows[in_segment] - self.bounds[n]]
+            out[in_segment] = _orthogonal(block, (slice(None), *tail_key))
 
     def _shard(self, layer: int | None, n: int) -> ShardRows | RestoredRows:
         return self.entry.values(self.variable, layer, n)
 
 
 class SelectedArray(ShardedArray):
-    """Lazy selection of tokens from a fully stored variable; equals the stored selection."""
+    """Lazy array with some tokens of a variable that is stored for all tokens, [layer, selected token,
+    ...]."""
 
     def __init__(
         self, entry: Entry, variable: str, layers: tuple[int, ...] | None, selection: Selection
@@ -290,8 +304,8 @@ class SelectedArray(ShardedArray):
 
 
 class RunArray(ShardedArray):
-    """Lazy array of a reduction over the run, [layer,] *tail: combines the rows of all segments on
-    reading."""
+    """Lazy array of a reduction over a whole run (mean, sum, max), [layer, ...]; it is stored per segment and
+    combined on reading."""
 
     def __init__(self, entry: Entry, variable: str, layers: tuple[int, ...] | None) -> None:
         super().__init__(entry, variable, layers)
@@ -301,14 +315,15 @@ class RunArray(ShardedArray):
 
     def _read(self, key: tuple[Index, ...]) -> npt.NDArray[Any]:
         if self.layers is None:
-            return _orthogonal(self._of_layer(None), key)
+            return _orthogonal(self._combined(None), key)
         layers = np.array(self.layers)[key[0]]
         if layers.ndim == 0:
-            return _orthogonal(self._of_layer(int(layers)), key[1:])
-        values = [_orthogonal(self._of_layer(int(layer)), key[1:]) for layer in layers]
+            return _orthogonal(self._combined(int(layers)), key[1:])
+        values = [_orthogonal(self._combined(int(layer)), key[1:]) for layer in layers]
         return np.stack(values) if values else np.empty((0, *self.shape[1:]), self.dtype)
 
-    def _of_layer(self, layer: int | None) -> npt.NDArray[Any]:
+    def _combined(self, layer: int | None) -> npt.NDArray[Any]:
+        """The reduction of one layer over all segments."""
         rows = [self._shard(layer, n)[:] for n in range(len(self.entry.segments))]
         return combined(np.concatenate(rows), self.spec.combine or "", self.spec.over or 0, self.spec.dims)
 
@@ -332,12 +347,12 @@ class TextColumn(BackendArray):
 
 
 class TokenColumn(BackendArray):
-    """Lazy array `prompt` or `position`, [token], computed from the row starts for the requested slice.
+    """Lazy coordinate `prompt` (number of each token's prompt) or `position`, [token], computed on access.
 
     Arguments:
-        tokens: The run's prompts.
+        tokens: Prompts of the run.
         column: "prompt" or "position".
-        selected: Token indices of a selection; None for all tokens.
+        selected: Indices of the tokens that are opened; None for all tokens.
     """
 
     dtype = np.dtype(np.int32)
@@ -367,8 +382,14 @@ def _opened_layers(
     layers: Sequence[int] | Mapping[str, Sequence[int]] | None,
     views: Mapping[str, View],
 ) -> dict[str, tuple[int, ...] | None]:
-    """Layer numbers to open, by variable; None for a variable without a layer axis. Arguments: see
-    `open_entry`."""
+    """Variable -> layer numbers to open, None for a variable without a layer axis.
+
+    Arguments:
+        entry: See `open_entry`.
+        variables: See `open_entry`.
+        layers: See `open_entry`.
+        views: See `open_entry`.
+    """
     published: dict[str, list[int | None]] = {}
     for variable, layer in entry.published():
         published.setdefault(variable, []).append(layer)
@@ -382,27 +403,38 @@ def _opened_layers(
 def _layers(
     entry: Entry, name: str, requested: Sequence[int] | None, published: dict[str, list[int | None]]
 ) -> tuple[int, ...] | None:
-    """Layer numbers of a variable to open; None for a variable without a layer axis."""
+    """Layer numbers of a variable to open; None for a variable without a layer axis.
+
+    Arguments:
+        entry: The stored run.
+        name: Name of the variable.
+        requested: Requested layers; None for all.
+        published: Published layers of each variable.
+    """
     if name not in published:
+        near = nearest(name, published)
         raise EntryNotFound(
-            f"run {entry.digest[:12]} has not published {name!r}; it has "
-            f"{', '.join(published) or 'nothing yet'}"
-            f"{f', nearest is {near!r}' if (near := nearest(name, published)) else ''}. Capture it first"
+            f"run {entry.digest[:12]} has no complete variable {name!r}; it has "
+            f"{', '.join(published) or 'none yet'}{f', the most similar is {near!r}' if near else ''}; name "
+            "one of these, or capture it first"
         )
     available = [layer for layer in published[name] if layer is not None]
     if not available:
         return None
     if absent := [layer for layer in requested or () if layer not in available]:
         raise EntryNotFound(
-            f"run {entry.digest[:12]} has {name!r} at layers {ranges(available)}, not at {ranges(absent)}; "
-            "capture those first, or leave them out"
+            f"run {entry.digest[:12]} has variable {name!r} at layers {ranges(available)}, not at layers "
+            f"{ranges(absent)}; capture these first, or leave them out"
         )
     return tuple(available if requested is None else map(int, requested))
 
 
 def _largest(opened: Mapping[str, tuple[int, ...] | None]) -> tuple[int, ...] | None:
-    """The set of layers that gets the name `layer`: the longest, then the most frequent, then the
-    smallest."""
+    """The set of layers whose axis is named `layer`: the longest, then the most frequent, then the smallest.
+
+    Arguments:
+        opened: Layers of each variable; None without a layer axis.
+    """
     frequency = Counter(layers for layers in opened.values() if layers is not None)
     # sorted: among equal candidates the choice must not depend on the order of the variables.
     return max(sorted(frequency), key=lambda layers: (len(layers), frequency[layers]), default=None)
@@ -415,7 +447,8 @@ def _kind_of(dim: str) -> str | None:
 
 
 def _displayed_names(dims: Iterable[str]) -> dict[str, str]:
-    """Displayed name of rank and feature dimensions: the bare kind, unless several dimensions share it."""
+    """Names under which rank and feature dimensions are shown: "rank" for `rank_10`, unless there are
+    several."""
     kinds = {dim: _kind_of(dim) or dim for dim in dims}
     counts = Counter(kinds.values())
     return {dim: kind if counts[kind] == 1 else dim for dim, kind in kinds.items()}
@@ -426,7 +459,8 @@ TokenAxes = Mapping[str, tuple[str, Selection | None]]
 
 
 def _spec(entry: Entry, name: str, variable: str, selection: Selection | None) -> ArraySpec:
-    """Description of a variable; of a view, as if its selection were stored under `name`."""
+    """Description of an opened variable; with a selection, as if the selected tokens were stored as
+    `name`."""
     spec = entry.spec(variable)
     if selection is None:
         return spec
@@ -438,6 +472,7 @@ def _spec(entry: Entry, name: str, variable: str, selection: Selection | None) -
 def _array(
     entry: Entry, variable: str, layers: tuple[int, ...] | None, selection: Selection | None
 ) -> ShardedArray:
+    """Lazy array of a stored variable, or of a selection of its tokens."""
     if selection is not None:
         return SelectedArray(entry, variable, layers, selection)
     kind = RunArray if entry.spec(variable).packed == "segment" else ShardedArray
@@ -445,7 +480,8 @@ def _array(
 
 
 def _token_axes(specs: Iterable[ArraySpec], tokens: PackedTokens) -> TokenAxes:
-    """Displayed names of the token axes of some variables: the axis with most tokens is `token`."""
+    """Choose the names under which the token axes of variables are shown; that with most tokens is
+    `token`."""
     selections = {spec.packed: spec.selection for spec in specs if spec.selection is not None}
     if len(selections) == 0 or any(spec.packed == "token" for spec in specs):
         return {
@@ -458,7 +494,7 @@ def _token_axes(specs: Iterable[ArraySpec], tokens: PackedTokens) -> TokenAxes:
 
 
 def _token_coordinates(tokens: PackedTokens, axes: TokenAxes) -> dict[str, xr.Variable]:
-    """Coordinates per token and per prompt; columns that follow from others are computed on access."""
+    """Coordinates of a run per token and per prompt: ids, prompt, position, row sizes, offsets, texts."""
     # RangeIndex takes no memory, and selects by label as an integer index does.
     columns: dict[str, tuple[str, Any]] = {"prompt_id": ("prompt_id", pd.RangeIndex(tokens.n_prompts))}
     for dim, selection in axes.values():
@@ -486,13 +522,14 @@ def _token_coordinates(tokens: PackedTokens, axes: TokenAxes) -> dict[str, xr.Va
 
 
 def _label(name: str) -> str:
-    """Name of a label without the suffix of a selection, such as `token_id` for `token_id_last`."""
+    """Name of a coordinate without the suffix of a selection, such as `token_id` for `token_id_last`."""
     labels = ("token_id", "prompt_id", "prompt", "position")
     return next((label for label in labels if name.startswith(label)), name)
 
 
 def _starts(entry: Entry, selection: Selection | None) -> npt.NDArray[np.int64]:
-    """First row of each segment on a token axis, and its end, int64 [segments + 1]."""
+    """First row of each segment on the axis of all or of selected tokens, and the end, int64 [segment +
+    1]."""
     bounds = entry.bounds("token")
     return bounds if selection is None else selection.starts_on(entry.tokens, bounds)
 
@@ -518,11 +555,12 @@ def _chunked(dataset: xr.Dataset, entry: Entry, data: dict[str, xr.Variable], ax
 def _array_at(
     source: str, variable: str, layers: tuple[int, ...] | None, selection: Selection | None = None
 ) -> ShardedArray:
+    """Lazy array of the run in a folder; how a pickled lazy array is restored."""
     return _array(entry_at(source), variable, layers, selection)
 
 
 class _Vocabulary:
-    """Loader of a tokenizer's token strings, which reads them from the store on first use."""
+    """Function object that returns a tokenizer's token strings, read from the store on the first call."""
 
     def __init__(self, folder: Folder, tokenizer: str) -> None:
         self._folder, self._tokenizer = folder, tokenizer
@@ -542,7 +580,7 @@ def _length(key: Index, size: int) -> int | None:
 
 
 def _orthogonal(block: npt.NDArray[Any], key: tuple[Index, ...]) -> npt.NDArray[Any]:
-    """Index `block` axis by axis (orthogonal indexing, unlike numpy's joint indexing of integer arrays)."""
+    """Index an array axis by axis, unlike numpy, which combines several index arrays element by element."""
     # From the last axis backwards: an integer drops its axis and would shift the later ones.
     for axis in range(len(key) - 1, -1, -1):
         axis_key = key[axis]

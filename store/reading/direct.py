@@ -18,31 +18,32 @@ if TYPE_CHECKING:
 
 
 def entry_of(dataset: xr.Dataset) -> Entry:
-    """Entry behind an opened dataset; EntryNotFound for a dataset without a stored source."""
+    """The stored run that a dataset was opened from; EntryNotFound if it was not opened from a store."""
     source = dataset.encoding.get(SOURCE)
     if source is None:
         raise EntryNotFound(
-            "this dataset has no record of a stored run; open it with store.entry(digest).open()"
+            "the dataset was not opened from a stored run; open one with store.entry(digest).open(), where "
+            "`mizarr ls` shows the digest as DATA"
         )
     return entry_at(str(source))
 
 
 def unchunked(dataset: xr.Dataset) -> xr.Dataset:
-    """The dataset with lazy arrays over the shards in place of dask arrays that are the stored ones,
-    unchanged."""
+    """The dataset without dask where possible: dask arrays that equal stored arrays become lazy arrays over
+    the files."""
     if not dataset.chunks or SOURCE not in dataset.encoding:
         return dataset
     entry = entry_of(dataset)
     specs = entry.specs
     unchunked_arrays = {
-        name: _direct(dataset[name], entry)
+        name: _stored_variable(dataset[name], entry)
         for name in dataset.data_vars
         if name in specs and dataset[name].chunks
     }
     return dataset.assign({name: array for name, array in unchunked_arrays.items() if array is not None})
 
 
-def _direct(array: xr.DataArray, entry: Entry) -> xr.Variable | None:
+def _stored_variable(array: xr.DataArray, entry: Entry) -> xr.Variable | None:
     """The stored variable without dask; None if the dask array was changed since it was opened.
 
     A changed array still carries the source of its dataset. But dask names an array by a digest of its

@@ -1,4 +1,4 @@
-"""`LabelledEntry`: an entry that opens as a labelled dataset, the type that `Store.entry` returns."""
+"""`LabelledEntry`: a stored run that opens as a labelled dataset, the type that `Store.entry` returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 class LabelledEntry(Entry):
-    """Stored activations of one run, with `open`. Kept apart from `Entry` so that writers need no xarray."""
+    """Stored activations of one run, which `open` returns as a labelled dataset.
+
+    A class of its own, so that code that only writes runs (`Entry`) need not import xarray.
+    """
 
     def open(
         self,
@@ -20,12 +23,15 @@ class LabelledEntry(Entry):
         layers: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
         **options: Any,
     ) -> xr.Dataset:
-        """Open as a labelled lazy dataset with the `.mi` accessor.
+        """Open the published activations as a labelled, lazy dataset with the `.mi` accessor.
 
         Arguments:
-            variables: See `datasets.open_entry`.
-            layers: See `datasets.open_entry`.
-            options: Further arguments of `datasets.open_entry`.
+            variables: Names of the variables; None for all.
+            layers: Layer numbers, or a mapping from variable to layer numbers; None for all.
+            options: Further arguments of `datasets.open_entry`, such as `chunks`.
+
+        Raises:
+            EntryNotFound: A variable or layer is not published.
         """
         from . import accessor  # noqa: F401 - registers ds.mi
         from .datasets import open_entry

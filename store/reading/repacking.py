@@ -24,18 +24,19 @@ Indices = npt.NDArray[np.int64]
 def repacked(
     dataset: xr.Dataset, starts: Indices, rows: Indices, positions: Sequence[Indices], *, whole: bool
 ) -> xr.Dataset:
-    """Select tokens of prompts and pack them anew; lazy. `prompt_id` and `position` keep the original
-    numbers.
+    """Select tokens of prompts and lay them end to end again; lazy.
+
+    `prompt_id` and `position` keep the original numbers.
 
     Arguments:
-        dataset: Packed dataset.
+        dataset: Dataset whose prompts lie end to end on the token axis.
         starts: First token of each prompt of the dataset.
         rows: Numbers of the prompts to keep.
         positions: Per kept prompt, positions of the tokens to keep.
         whole: Whether all tokens are kept, so that attention matrices stay.
     """
-    sizes = np.array([len(places) for places in positions], np.int64)
-    tokens = np.concatenate([start + places for start, places in zip(starts[rows], positions, strict=True)])
+    sizes = np.array([len(kept) for kept in positions], np.int64)
+    tokens = np.concatenate([start + kept for start, kept in zip(starts[rows], positions, strict=True)])
     indexers = {"prompt_id": rows, "token": tokens}
     new_sizes = {"row_start": exclusive_sum(sizes), "row_size": sizes}
     for axis in MATRICES if whole else ():
@@ -47,24 +48,25 @@ def repacked(
     if "prompt" in dataset.coords:
         numbers = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
         columns["prompt"] = ("token", numbers, ABOUT["prompt"])
-    for dim, tokens in prompt_of_selections(dataset, rows).items():
+    new_number = {int(row): number for number, row in enumerate(rows)}
+    for dim, selected_rows in prompt_of_selections(dataset, rows).items():
         label = f"prompt_{dim.removeprefix(AXIS)}"
-        new_number = {int(row): index for index, row in enumerate(rows)}
-        prompts = np.array([new_number[row] for row in dataset[label].values[tokens].tolist()], np.int32)
-        indexers[dim], columns[label] = tokens, (dim, prompts, ABOUT["prompt"])
+        old_numbers = dataset[label].values[selected_rows].tolist()
+        prompts = np.array([new_number[number] for number in old_numbers], np.int32)
+        indexers[dim], columns[label] = selected_rows, (dim, prompts, ABOUT["prompt"])
     remainder = dataset.drop_vars(["prompt", *new_sizes], errors="ignore")
     return remainder.isel(indexers, missing_dims="ignore").assign_coords(columns)
 
 
 def prompt_of_selections(dataset: xr.Dataset, rows: Sequence[int] | Indices) -> dict[str, Indices]:
-    """Rows of prompts on the axes of selections that lie beside `token`.
+    """Find the rows of prompts on axes of selected tokens, such as `token_last`.
 
     Arguments:
-        dataset: Packed dataset.
+        dataset: Dataset whose prompts lie end to end on the token axis.
         rows: Numbers of the prompts, in the order of the result.
 
     Returns:
-        Axis -> indices on it, int64.
+        Name of the axis -> indices on it, int64.
     """
     indices = {}
     for dim in (str(dim) for dim in dataset.dims if str(dim).startswith(AXIS)):
@@ -75,35 +77,36 @@ def prompt_of_selections(dataset: xr.Dataset, rows: Sequence[int] | Indices) -> 
 
 
 def position_labels(original: npt.NDArray[Any] | None, mask: npt.NDArray[np.bool_]) -> dict[str, Any]:
-    """Position coordinates of a block [prompt, position].
+    """Make the position coordinates of a padded block [prompt, position].
 
     Arguments:
-        original: Position of each token in its prompt, which in a selection differs from its column; None
-            if unknown.
-        mask: True at tokens, [prompt, position].
+        original: Position of each token in its prompt, [prompt, position], which differs from its column if
+            tokens were selected; None if unknown.
+        mask: True at tokens, False in the padding, [prompt, position].
 
     Returns:
-        One `position` per column if all prompts agree, else also `position_in_prompt` [prompt, position].
+        Coordinates for `assign_coords`: one `position` per column if all prompts agree, else also
+        `position_in_prompt` [prompt, position], -1 in the padding.
     """
     columns = np.arange(mask.shape[1], dtype=np.int32)
-    expected = np.where(mask, columns, -1)
-    actual = expected if original is None else np.where(mask, original, -1)
-    if (actual == expected).all():
+    column_of_token = np.where(mask, columns, -1)
+    positions = column_of_token if original is None else np.where(mask, original, -1)
+    if (positions == column_of_token).all():
         return {"position": ("position", columns, ABOUT["position"])}
-    if (actual == actual[0]).all():
-        return {"position": ("position", actual[0], ABOUT["position"])}
+    if (positions == positions[0]).all():
+        return {"position": ("position", positions[0], ABOUT["position"])}
     return {
         "position": ("position", columns, {"long_name": "place among the tokens kept"}),
-        "position_in_prompt": (("prompt", "position"), actual, ABOUT["position"]),
+        "position_in_prompt": (("prompt", "position"), positions, ABOUT["position"]),
     }
 
 
 def matrix_starts(dataset: xr.Dataset, axis: str) -> Indices:
-    """First row of each prompt's attention matrix, int64 [prompt].
+    """First row of each prompt's attention matrix on the axis that holds them end to end, int64 [prompt].
 
     Arguments:
-        dataset: Packed dataset.
-        axis: "pair" or "square".
+        dataset: Dataset whose prompts lie end to end on the token axis.
+        axis: "pair" (lower triangles) or "square" (whole matrices).
 
     Raises:
         ShapeError: The axis has gaps, as in a run of several segments that was not opened by mizarr.
@@ -114,22 +117,23 @@ def matrix_starts(dataset: xr.Dataset, axis: str) -> Indices:
     whole = rows_before(axis, sizes, sizes)
     if int(whole.sum()) != dataset.sizes[axis]:
         raise ShapeError(
-            f"expected {int(whole.sum())} pairs, those of {len(sizes)} prompts end to end, found "
-            f"{dataset.sizes[axis]}; open the run with mizarr, with all tokens of its prompts"
+            f"expected {int(whole.sum())} rows on axis {axis!r} for the attention matrices of {len(sizes)} "
+            f"prompts, found {dataset.sizes[axis]}; open the run with store.entry(digest).open(), and all "
+            "tokens of its prompts"
         )
     return exclusive_sum(whole)
 
 
 def squared(packed: xr.DataArray, axis: str, size: int) -> xr.DataArray:
-    """Unpack the attention matrix of one prompt, in memory.
+    """Turn the stored rows of one prompt's attention matrix into a matrix, in memory.
 
     Arguments:
-        packed: [..., axis, ...].
-        axis: "pair" or "square".
+        packed: Rows of the prompt, [..., axis, ...].
+        axis: "pair" (lower triangle) or "square" (whole matrix).
         size: Tokens of the prompt.
 
     Returns:
-        [..., query_position, key_position], 0 where the axis "pair" stores nothing, above the diagonal.
+        [..., query_position, key_position]; for "pair" 0 above the diagonal, which is not stored.
     """
     packed = packed.transpose(..., axis)
     square = np.zeros((*packed.shape[:-1], size, size), packed.dtype)

@@ -30,20 +30,20 @@ Position = int | slice | Sequence[int]
 LayerChoice = int | slice | range | Sequence[int]
 Indices = npt.NDArray[np.int64]
 
-_SHOWN = 6  # label values listed in an error message
-_CLOSE = 2  # largest difference in length between an unknown token and the one suggested for it
+_LISTED_VALUES = 6  # label values listed in an error message
+_MOST_LENGTH_DIFFERENCE = 2  # between an unknown token and the one suggested for it, in characters
 
 
 def prompt_rows(dataset: xr.Dataset, prompts: Prompt | Sequence[Prompt], count: int) -> Indices:
-    """Row numbers of prompts.
+    """Numbers, from 0, of prompts that are given by number or by text; int64 [prompt].
 
     Arguments:
-        dataset: Packed dataset.
+        dataset: Dataset whose prompts lie end to end on the token axis.
         prompts: Numbers (negative from the end) or whole texts.
-        count: Number of prompts.
+        count: Number of prompts in the dataset.
 
     Raises:
-        PromptError: A number is out of range, or a text does not exist; the message names the nearest.
+        PromptError: A number is out of range, or no prompt has the text; the message names the most similar.
     """
     texts: list[str] | None = None
     rows = []
@@ -54,56 +54,60 @@ def prompt_rows(dataset: xr.Dataset, prompts: Prompt | Sequence[Prompt], count: 
         elif -count <= as_index(prompt, "prompts", PromptError) < count:
             rows.append(int(prompt) % count)
         else:
-            raise PromptError(f"expected a prompt index below {count}, found {prompt}")
+            raise PromptError(f"there is no prompt {prompt}; prompts are numbered 0 to {count - 1}")
     return np.array(rows, np.int64)
 
 
 def labelled_rows(dataset: xr.Dataset, labels: Mapping[str, Any]) -> npt.NDArray[np.bool_]:
-    """Boolean mask [prompt_id] of prompts that match every label.
+    """Which prompts have the given values of all given labels, bool [prompt_id].
 
     Arguments:
-        dataset: Packed dataset.
-        labels: Label -> value or values.
+        dataset: Dataset whose prompts lie end to end on the token axis.
+        labels: Name of a label -> value or values of which a prompt must have one.
 
     Raises:
-        PromptError: The run has no such label, or no prompt has any of the values; the message lists the
-            existing ones.
+        PromptError: The run has no such label, or no prompt has any of the values; the message lists those
+            that exist.
     """
-    sizes = {"row_start", "row_size", "pair_start", "text", "prompt_id"}
+    other_coords = {"row_start", "row_size", "pair_start", "text", "prompt_id"}
     stored = {
-        str(name): c for name, c in dataset.coords.items() if c.dims == ("prompt_id",) and name not in sizes
+        str(name): coord
+        for name, coord in dataset.coords.items()
+        if coord.dims == ("prompt_id",) and name not in other_coords
     }
     has_all = np.ones(dataset.sizes["prompt_id"], bool)
     for name, values in labels.items():
         if name not in stored:
             choices = ", ".join([*stored, "prompt", "token", "chars", "position", "layer"])
             raise PromptError(
-                f"expected a selector among {choices}, found {name!r}; labels of prompts are "
-                "kept by mizarr capture --label, and by capture of a Corpus with labels="
+                f"ds.mi.sel selects by {choices}, found {name!r}; store labels of prompts with `mizarr "
+                "capture --label`, or by capturing a Corpus with labels="
             )
         requested = as_list(values)
         prompt_values = stored[name].values.tolist()
         has_value = np.array([value in requested for value in prompt_values], bool)
         if not has_value.any():
             shown = [repr(value) for value in dict.fromkeys(prompt_values)]
-            more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+            more = f" and {len(shown) - _LISTED_VALUES} more" if len(shown) > _LISTED_VALUES else ""
             raise PromptError(
-                f"expected a value of {name} that some prompt has, {', '.join(shown[:_SHOWN])}{more}, found "
-                f"{', '.join(map(repr, requested)) or 'none'}"
+                f"no prompt has {name}={', '.join(map(repr, requested)) or 'none'}; values of {name} are "
+                f"{', '.join(shown[:_LISTED_VALUES])}{more}"
             )
         has_all &= has_value
     return has_all
 
 
 def token_ids(tokens: Token | Sequence[Token], vocabulary: Sequence[str] | None) -> list[int]:
-    """Token ids of exact token strings, spaces included. Several ids may have the same string.
+    """Look up token ids of token strings, which must match exactly, spaces included.
+
+    Several ids may have the same string.
 
     Arguments:
         tokens: Token ids or strings.
         vocabulary: Token strings by id; None if unknown.
 
     Raises:
-        TokenizerError: A string is no token (the message names the nearest), or there is no vocabulary.
+        TokenizerError: A string is no token (the message names the most similar), or there is no vocabulary.
     """
     ids: list[int] = []
     for token in as_list(tokens):
@@ -112,7 +116,8 @@ def token_ids(tokens: Token | Sequence[Token], vocabulary: Sequence[str] | None)
             continue
         if vocabulary is None:
             raise TokenizerError(
-                f"expected stored token strings to look {token!r} up in, found none; give token ids instead"
+                f"the token {token!r} cannot be looked up, because no token strings of the tokenizer are "
+                "stored; give token ids instead"
             )
         matches = [i for i, string in enumerate(vocabulary) if string == token]
         if not matches:
@@ -120,8 +125,8 @@ def token_ids(tokens: Token | Sequence[Token], vocabulary: Sequence[str] | None)
             near = _nearest_token(token, vocabulary)
             hint = f"; did you mean {near!r}?" if near is not None else ""
             raise TokenizerError(
-                f"expected a token of the vocabulary, found {token!r}{hint}; strings are exact, a word "
-                "inside a sentence mostly begins with its space, and one of several tokens is selected by "
+                f"the vocabulary has no token {token!r}{hint}; token strings are exact, and words inside a "
+                "sentence mostly begin with a space; select a word of several tokens by "
                 f"chars={token.strip()!r}"
             )
         ids.extend(matches)
@@ -129,28 +134,28 @@ def token_ids(tokens: Token | Sequence[Token], vocabulary: Sequence[str] | None)
 
 
 def spans_of(dataset: xr.Dataset, tokens: slice) -> CharacterSpans:
-    """Character spans of the tokens of one prompt; PromptError if no character offsets are stored.
+    """Which characters the tokens of one prompt cover; PromptError if no character offsets are stored.
 
     Arguments:
-        dataset: Packed dataset.
-        tokens: The prompt's tokens on the token axis.
+        dataset: Dataset whose prompts lie end to end on the token axis.
+        tokens: Slice of the token axis with the prompt's tokens.
     """
     if "char_start" not in dataset.coords or "char_end" not in dataset.coords:
         raise PromptError(
-            "expected character offsets of the tokens, found none stored; capture from texts, not token "
-            "ids, or select by position"
+            "this run has no character offsets of its tokens, because it was captured from token ids; "
+            "capture it from texts, or select by position"
         )
     return CharacterSpans(dataset["char_start"][tokens].values, dataset["char_end"][tokens].values)
 
 
 def characters_to_positions(dataset: xr.Dataset, row: int, tokens: slice, chars: Chars) -> list[int]:
-    """Positions, within a prompt, of the tokens that overlap a character span or phrase.
+    """Positions, within a prompt, of the tokens that overlap a character span or a phrase.
 
     Arguments:
-        dataset: Packed dataset.
+        dataset: Dataset whose prompts lie end to end on the token axis.
         row: Number of the prompt.
-        tokens: The prompt's tokens on the token axis.
-        chars: Half-open span, or a phrase.
+        tokens: Slice of the token axis with the prompt's tokens.
+        chars: Span (start, end) with the end excluded, or a phrase that occurs once in the text.
 
     Raises:
         PromptError: The span is outside the text, or no token covers it.
@@ -160,7 +165,8 @@ def characters_to_positions(dataset: xr.Dataset, row: int, tokens: slice, chars:
     if isinstance(chars, str):
         if text is None:
             raise PromptError(
-                "expected the texts of the prompts to look a phrase up in, found none; give a span"
+                f"the phrase {chars!r} cannot be found, because the run is stored without texts of its "
+                "prompts; give a character span (start, end)"
             )
         start, end = find_span(text, chars)
     else:
@@ -169,20 +175,22 @@ def characters_to_positions(dataset: xr.Dataset, row: int, tokens: slice, chars:
     number = int(dataset["prompt_id"].values[row]) if "prompt_id" in dataset.coords else row
     if not 0 <= start < end <= length:
         raise PromptError(
-            f"expected a span within the {length} characters of prompt {number}, found {start}..{end}; spans "
-            "are half-open and count characters, not bytes"
+            f"expected a character span (start, end) within the {length} characters of prompt {number}, "
+            f"found ({start}, {end}); spans exclude the end and count characters, not bytes"
         )
     positions = spans.char_range_to_tokens(start, end)
     if not positions:
-        raise PromptError(f"no token of prompt {number} covers characters {start}..{end}; select others")
+        raise PromptError(
+            f"no token of prompt {number} covers the characters ({start}, {end}); select other characters"
+        )
     return positions
 
 
 def in_prompt(position: Position, size: int) -> Indices:
-    """Resolve positions in a prompt.
+    """Convert selected positions of a prompt to numbers from its start, int64.
 
     Arguments:
-        position: Numbers (negative from the end), or a slice with Python's rules.
+        position: Numbers (negative from the end), or a slice by Python's rules.
         size: Tokens of the prompt.
 
     Raises:
@@ -194,8 +202,8 @@ def in_prompt(position: Position, size: int) -> Indices:
     for index in positions:
         if not -size <= index < size:
             raise PromptError(
-                f"expected positions in 0..{size - 1} (or negative, from the end), found {index} in a prompt "
-                f"of {size} tokens; select the longer prompts, or a slice"
+                f"a prompt of {size} tokens has no position {index}; select prompts that are longer, or give "
+                "position as a slice"
             )
     return positions % size
 
@@ -204,9 +212,9 @@ def select_layers(dataset: xr.Dataset, layer: LayerChoice) -> xr.Dataset:
     """Select layers of every variable that has a layer axis.
 
     Arguments:
-        dataset: Packed dataset.
-        layer: A number drops the axis; a range or list keeps it and must exist as a whole; a slice includes
-            both ends and takes the layers that exist, as `.sel` does.
+        dataset: Dataset whose prompts lie end to end on the token axis.
+        layer: A number, which drops the axis; a range or list, which keeps it, and all of whose layers must
+            exist; or a slice, which includes both ends and takes the layers that exist, as `.sel` does.
 
     Raises:
         EntryNotFound: Layers were not captured.
@@ -232,14 +240,14 @@ def select_layers(dataset: xr.Dataset, layer: LayerChoice) -> xr.Dataset:
 
 
 def at_hook(dataset: xr.Dataset, hook: str) -> xr.DataArray:
-    """Activations captured at a hook point.
+    """Activations captured at a hook point, [token, …], or [layer, token, …] for all layers.
 
     Arguments:
-        dataset: Packed dataset.
+        dataset: Dataset whose prompts lie end to end on the token axis.
         hook: Such as "blocks.5.hook_resid_post", or with "*" in place of the layer for all layers.
 
     Raises:
-        HookPointNotFound: It was not captured; the message has the command that captures it.
+        HookPointNotFound: The hook point was not captured; the message has the command that captures it.
     """
     captured = {
         str(array.attrs["hook"]): as_layer(array)
@@ -260,8 +268,9 @@ def at_hook(dataset: xr.Dataset, hook: str) -> xr.DataArray:
     paths = [path.replace("{}", "*") for path in captured]
     near = nearest(hook, paths)
     raise HookPointNotFound(
-        f"{hook!r} was not captured in this run, which holds {_captured_text(dataset) or 'no hook points'}"
-        f"{f'; nearest is {near!r}' if near else ''}. Capture it: {capture_command(dataset, hook)}"
+        f"the hook point {hook!r} was not captured in this run, which has "
+        f"{_captured_text(dataset) or 'no hook points'}{f'; the most similar is {near!r}' if near else ''}; "
+        f"capture it: {capture_command(dataset, hook)}"
     )
 
 
@@ -271,7 +280,7 @@ def layer_dim(array: xr.DataArray) -> str | None:
 
 
 def as_layer(array: xr.DataArray) -> xr.DataArray:
-    """Rename `layer_<variable>` to `layer`: a single array has no conflict with the layers of other
+    """Rename an array's axis `layer_<variable>` to `layer`; the long name is needed only beside other
     variables."""
     dim = layer_dim(array)
     if dim is None or dim == "layer":
@@ -280,7 +289,7 @@ def as_layer(array: xr.DataArray) -> xr.DataArray:
 
 
 def capture_command(dataset: xr.Dataset, hook: str) -> str:
-    """Command line that adds a hook point to a run.
+    """Command line that captures another hook point of a run's model, for messages.
 
     Arguments:
         dataset: The opened run.
@@ -290,6 +299,7 @@ def capture_command(dataset: xr.Dataset, hook: str) -> str:
 
 
 def _missing_layers(dataset: xr.Dataset, dim: str, available: list[int], requested: str) -> str:
+    """Message for layers that were not captured, with the command that captures them."""
     arrays = [array for array in dataset.data_vars.values() if dim in array.dims]
     names = ", ".join(str(array.name) for array in arrays) or "no variable"
     hook = next(
@@ -298,7 +308,7 @@ def _missing_layers(dataset: xr.Dataset, dim: str, available: list[int], request
     first_layer = requested.split(",", maxsplit=1)[0].split("-", maxsplit=1)[0]
     command = capture_command(dataset, hook.replace("{}", first_layer if first_layer.isdecimal() else "*"))
     return (
-        f"expected layers {requested} of {names}, found {ranges(available)}; leave the others out, or "
+        f"layers {requested} of {names} were not captured, only {ranges(available)}; leave them out, or "
         f"capture them: {command}"
     )
 
@@ -315,27 +325,26 @@ def _captured_text(dataset: xr.Dataset) -> str:
 
 
 def _row_of(text: str, texts: list[str]) -> int:
+    """Number of the only prompt with this text."""
     rows = [row for row, prompt_text in enumerate(texts) if prompt_text == text]
     if len(rows) == 1:
         return rows[0]
     if rows:
-        raise PromptError(f"expected a prompt's text once, found {text!r} at {rows}; give its number")
+        raise PromptError(f"the prompts {rows} have the same text {text!r}; give the number of one")
     raise PromptError(
-        f"expected the whole text of one of {len(texts)} prompts, found {text!r}{did_you_mean(text, texts)}"
+        f"none of {len(texts)} prompts has exactly the text {text!r}{did_you_mean(text, texts)}"
     )
 
 
 def _texts(dataset: xr.Dataset) -> list[str]:
     if "text" not in dataset.coords:
-        raise PromptError(
-            "expected the texts of the prompts, found none stored; give prompts by their numbers"
-        )
+        raise PromptError("this run is stored without texts of its prompts; give prompts by their numbers")
     return [str(text) for text in np.atleast_1d(dataset["text"].values)]
 
 
 def _nearest_token(string: str, vocabulary: Sequence[str]) -> str | None:
-    """Suggest a token: the string with or without its leading space, in another case, or of similar
-    spelling."""
+    """Token to suggest for a string that is none: with or without a leading space, in another case, or of
+    similar spelling; None if there is none."""
     variants = (
         f" {string}",
         f"\u2581{string.strip()}",  # SentencePiece's space
@@ -354,6 +363,6 @@ def _nearest_token(string: str, vocabulary: Sequence[str]) -> str | None:
     similar = [
         token
         for token in tokens
-        if abs(len(token) - len(string)) <= _CLOSE and token.strip()[:1] == first_letter
+        if abs(len(token) - len(string)) <= _MOST_LENGTH_DIFFERENCE and token.strip()[:1] == first_letter
     ]
     return nearest(string, sorted(similar))

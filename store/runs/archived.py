@@ -42,20 +42,23 @@ from .shards import (
 
 __all__ = ["plain_measure", "read_archived", "recoded"]
 
-_KEPT = 8
+_CACHED_CHUNKS = 8
 """Number of decoded chunks cached per shard, 1 MiB each."""
-_HEADER = 16
+_HEADER_BYTES = 16
 """Bytes of Blosc's header, which states the decoded size (at byte 4) and the encoded size (at byte 12)."""
 
 
 def recoded(content: bytes, layout: ShardLayout, target: ShardLayout, label: str) -> list[Buffer]:
-    """Convert a shard to the codec of another layout that is otherwise equal.
+    """Compress or decompress a shard file, chunk by chunk.
 
     Arguments:
         content: Bytes of the shard file.
-        layout: Its layout.
-        target: The new layout.
+        layout: Layout of the file, with its codec.
+        target: The same layout with the codec to convert to ("" for none).
         label: Names the file in error messages.
+
+    Returns:
+        Buffers that make up the new file.
 
     Raises:
         CorruptEntry: The shard is damaged.
@@ -65,15 +68,15 @@ def recoded(content: bytes, layout: ShardLayout, target: ShardLayout, label: str
 
 
 def plain_measure(content: bytes, layout: ShardLayout, label: str) -> FileChecksum:
-    """Size and checksum of the uncompressed form of a shard.
+    """Size and checksum that a shard file has, or would have without compression.
 
     Arguments:
         content: Bytes of the shard file.
-        layout: Its layout.
+        layout: Layout of the file, with its codec.
         label: Names the file in error messages.
 
     Raises:
-        CorruptEntry: A compressed shard is damaged. Of an uncompressed one nothing is verified.
+        CorruptEntry: A compressed shard is damaged. (An uncompressed one is not verified here.)
     """
     if not layout.codec:
         return file_checksum(content)
@@ -81,12 +84,12 @@ def plain_measure(content: bytes, layout: ShardLayout, label: str) -> FileChecks
 
 
 def read_archived(mapped: Mapped, layout: ShardLayout, rows: int, label: str = "") -> ShardRows:
-    """Open a compressed shard, [rows, *tail]; the counterpart of `read_shard`, decoding rows on access.
+    """Open a compressed shard as an array-like [rows, ...] that decodes rows on access.
 
     Arguments:
-        mapped: The file.
-        layout: Layout by the array's `zarr.json`.
-        rows: Number of valid rows.
+        mapped: The shard file.
+        layout: Layout of the file, as the array's `zarr.json` describes it.
+        rows: Number of valid rows; the rest of the shard is padding.
         label: Names these rows in error messages, in addition to the file.
 
     Raises:
@@ -95,7 +98,7 @@ def read_archived(mapped: Mapped, layout: ShardLayout, rows: int, label: str = "
     label = f"{mapped.where} ({label})" if label else mapped.where
     expect_room(layout, rows, label)
     fetch_index(mapped, layout)
-    index = _index_of(mapped.data, mapped.size, layout, label)
+    index = _bounded_index(mapped.data, mapped.size, layout, label)
     return _ArchivedRows(mapped, layout, index, rows, label)
 
 
@@ -109,39 +112,46 @@ class _ArchivedRows(ShardRows):
         self._index, self._layout, self._file = index, layout, mapped
         # A scan reads rows of one chunk many times; decoding each time would cost up to 0.7 ms per MiB.
         self._decoded: OrderedDict[int, Array] = OrderedDict()
-        self._there = set(range(layout.n_chunks)) if mapped.is_whole else set()
+        self._present_chunks = set(range(layout.n_chunks)) if mapped.is_whole else set()
         self._lock = threading.Lock()
 
     def release_pages(self) -> None:
-        """Release pages like `ShardRows.release_pages`, and drop the decoded chunks."""
+        """Free the memory of the mapped file, as `ShardRows.release_pages` does, and of the decoded
+        chunks."""
         with self._lock:
             self._decoded.clear()
         super().release_pages()
 
     def _gather(self, rows: npt.NDArray[Any]) -> Array:
-        number, offset = self._located(rows)
-        out = np.empty((len(rows), *self.shape[1:]), self.dtype)
-        needed = np.unique(number).tolist()
-        self._fetch(needed)
-        for chunk_number in needed:
-            out[number == chunk_number] = self._chunk(chunk_number)[offset[number == chunk_number]]
-        return out
+        """Copy single rows, given by number, [len(rows), ...]."""
+        chunk_of_row, offset = self._chunk_and_offset(rows)
+        gathered = np.empty((len(rows), *self.shape[1:]), self.dtype)
+        chunk_numbers = np.unique(chunk_of_row).tolist()
+        self._fetch(chunk_numbers)
+        for number in chunk_numbers:
+            is_in_chunk = chunk_of_row == number
+            gathered[is_in_chunk] = self._chunk(number)[offset[is_in_chunk]]
+        return gathered
 
     def _fetch(self, numbers: Iterable[int]) -> None:
-        ranges: list[tuple[int, int]] = []
-        requested = [number for number in numbers if number not in self._there]
+        """Download chunks, given by number, that are not present yet; adjacent chunks in one request."""
+        byte_ranges: list[tuple[int, int]] = []
+        requested = [number for number in numbers if number not in self._present_chunks]
         for number in requested:
             offset, length = self._index[number].tolist()
             stored = memoryview(self._file.data)[offset : offset + length]
-            if offset == length == ABSENT or _is_sound(stored):
+            # Bytes that were not downloaded are zeros, so presence is decided by the checksum.
+            if offset == length == ABSENT or _has_valid_checksum(stored):
                 continue
-            start = ranges.pop()[0] if ranges and ranges[-1][1] == offset else offset
-            ranges.append((start, offset + length))
-        if ranges:
-            self._file.fetch(ranges)
-        self._there.update(requested)
+            is_adjacent = bool(byte_ranges) and byte_ranges[-1][1] == offset
+            start = byte_ranges.pop()[0] if is_adjacent else offset
+            byte_ranges.append((start, offset + length))
+        if byte_ranges:
+            self._file.fetch(byte_ranges)
+        self._present_chunks.update(requested)
 
     def _chunk(self, number: int) -> Array:
+        """Decoded rows of one chunk, [row, ...], read-only; from the cache where possible."""
         with self._lock:
             if (cached := self._decoded.get(number)) is not None and self.checks_once:
                 self._decoded.move_to_end(number)
@@ -160,43 +170,49 @@ class _ArchivedRows(ShardRows):
         chunk.flags.writeable = False
         with self._lock:
             self._decoded[number] = chunk
-            while len(self._decoded) > _KEPT:
+            while len(self._decoded) > _CACHED_CHUNKS:
                 self._decoded.popitem(last=False)
         return chunk
 
 
-def _index_of(data: Any, size: int, layout: ShardLayout, label: str) -> npt.NDArray[np.uint64]:
-    """Parse the index, (offset, bytes) per chunk; CorruptEntry unless all chunks lie within the file."""
-    index, end = read_index(data, size, layout, label)
+def _bounded_index(data: Any, size: int, layout: ShardLayout, label: str) -> npt.NDArray[np.uint64]:
+    """Parse the shard index, (offset, bytes) per chunk; CorruptEntry unless all chunks lie within the
+    file."""
+    index, end_of_chunks = read_index(data, size, layout, label)
     if layout.n_chunks * layout.chunk_bytes > MOST_BYTES:
-        raise CorruptEntry(f"{label}: expected at most {MOST_BYTES} bytes of rows, found more; {REPAIR}")
+        raise CorruptEntry(
+            f"{label}: zarr.json claims a shard of {layout.n_chunks * layout.chunk_bytes} bytes, more than "
+            f"the allowed {MOST_BYTES}; {REPAIR}"
+        )
     stored = index[(index != ABSENT).any(axis=1)]
-    if (stored > end).any() or (stored.sum(axis=1) > end).any():
-        raise CorruptEntry(f"{label}: the shard index points outside of the chunks; {REPAIR}")
+    if (stored > end_of_chunks).any() or (stored.sum(axis=1) > end_of_chunks).any():
+        raise CorruptEntry(f"{label}: the shard index names bytes outside of the file; {REPAIR}")
     return index
 
 
 def _decoded(content: bytes, layout: ShardLayout, label: str) -> Iterator[bytes]:
-    """Yield the uncompressed bytes of each chunk that is not absent."""
+    """Yield the uncompressed bytes of each stored chunk of a shard file, in order."""
     view = memoryview(content)
-    for offset, length in _index_of(content, len(content), layout, label).tolist():
+    for offset, length in _bounded_index(content, len(content), layout, label).tolist():
         if offset == length == ABSENT:
             continue
         stored = view[offset : offset + length]
-        yield _decompressed(stored, layout, label) if layout.codec else bytes(_checked(stored, label))
+        yield (
+            _decompressed(stored, layout, label) if layout.codec else bytes(_without_checksum(stored, label))
+        )
 
 
-def _is_sound(stored: memoryview) -> bool:
-    """Whether a stored chunk matches its checksum."""
+def _has_valid_checksum(stored: memoryview) -> bool:
+    """Whether a stored chunk matches the crc32c in its last four bytes."""
     return crc32c(bytes(stored[:-SUM_BYTES])) == int.from_bytes(stored[-SUM_BYTES:], "little")
 
 
-def _checked(stored: memoryview, label: str) -> memoryview:
-    """A stored chunk without its checksum; CorruptEntry if they do not match."""
+def _without_checksum(stored: memoryview, label: str) -> memoryview:
+    """Verify the crc32c at the end of a stored chunk and remove it; CorruptEntry if it does not match."""
     body, expected = stored[:-SUM_BYTES], int.from_bytes(stored[-SUM_BYTES:], "little")
     if (actual := crc32c(bytes(body))) != expected:
         raise CorruptEntry(
-            f"{label}: expected a chunk with crc32c {expected:08x}, found {actual:08x}; {REPAIR}"
+            f"{label}: a chunk is damaged: expected crc32c {expected:08x}, found {actual:08x}; {REPAIR}"
         )
     return body
 
@@ -205,17 +221,17 @@ def _decompressed(stored: memoryview, layout: ShardLayout, label: str) -> bytes:
     """Uncompressed bytes of a compressed chunk; CorruptEntry if it is damaged."""
     from numcodecs import blosc
 
-    body = _checked(stored, label)
+    body = _without_checksum(stored, label)
     # Blosc allocates what the header claims, so the sizes are checked before it is called.
     decoded_size, encoded_size = (int.from_bytes(body[at : at + 4], "little") for at in (4, 12))
-    if len(body) < _HEADER or (decoded_size, encoded_size) != (layout.chunk_bytes, len(body)):
+    if len(body) < _HEADER_BYTES or (decoded_size, encoded_size) != (layout.chunk_bytes, len(body)):
         raise CorruptEntry(
-            f"{label}: expected a chunk that gives {layout.chunk_bytes} bytes, found {len(body)} bytes that "
-            f"do not say so; {REPAIR}"
+            f"{label}: expected a compressed chunk of {len(body)} bytes for {layout.chunk_bytes} "
+            f"uncompressed ones, found a header that states {encoded_size} for {decoded_size}; {REPAIR}"
         )
     try:
         return bytes(blosc.decompress(bytes(body)))
     except (RuntimeError, ValueError) as error:
         raise CorruptEntry(
-            f"{label}: expected a chunk that can be decoded, found none ({error}); {REPAIR}"
+            f"{label}: a compressed chunk cannot be decompressed ({error}); {REPAIR}"
         ) from error

@@ -23,14 +23,14 @@ NATIVE = np.dtype(ml_dtypes.bfloat16)
 
 @dataclass(frozen=True)
 class BFloat16(ZDType[Any, Any], HasItemSize):
-    """Zarr's view of `ml_dtypes.bfloat16`; Zarr format 3 only."""
+    """Zarr v3 data type for `ml_dtypes.bfloat16`, two bytes per number."""
 
     dtype_cls = type(NATIVE)
     _zarr_v3_name: ClassVar[Literal["bfloat16"]] = "bfloat16"
 
     @property
     def item_size(self) -> int:
-        """Bytes per value."""
+        """Bytes per number: 2."""
         return 2
 
     @classmethod
@@ -38,7 +38,7 @@ class BFloat16(ZDType[Any, Any], HasItemSize):
         """The Zarr type of a numpy dtype; DataTypeValidationError unless it is bfloat16."""
         if dtype == NATIVE:
             return cls()
-        raise DataTypeValidationError(f"expected {NATIVE}, found {dtype}")
+        raise DataTypeValidationError(f"the Zarr type bfloat16 is for dtype {NATIVE}, found {dtype}")
 
     def to_native_dtype(self) -> Any:
         """`ml_dtypes.bfloat16` as a numpy dtype."""
@@ -46,39 +46,41 @@ class BFloat16(ZDType[Any, Any], HasItemSize):
 
     @classmethod
     def _from_json_v2(cls, data: Any) -> Self:
-        raise DataTypeValidationError(f"Zarr format 2 has no bfloat16, found {data!r}")
+        raise DataTypeValidationError(f"Zarr format 2 has no bfloat16, found data type {data!r}")
 
     @classmethod
     def _from_json_v3(cls, data: Any) -> Self:
         if data == cls._zarr_v3_name:
             return cls()
-        raise DataTypeValidationError(f"expected {cls._zarr_v3_name!r}, found {data!r}")
+        raise DataTypeValidationError(
+            f"expected data_type {cls._zarr_v3_name!r} in zarr.json, found {data!r}"
+        )
 
     def to_json(self, zarr_format: int) -> Any:
-        """The name in `zarr.json`. Raises ValueError for Zarr format 2, which has no bfloat16."""
+        """Name of the data type in `zarr.json`; ValueError for Zarr format 2, which has no bfloat16."""
         if zarr_format != 3:
-            raise ValueError("Zarr format 2 has no bfloat16")
+            raise ValueError("Zarr format 2 has no bfloat16; write with zarr_format=3, or convert to float32")
         return self._zarr_v3_name
 
     def _check_scalar(self, data: object) -> bool:
         return isinstance(data, int | float | np.number | ml_dtypes.bfloat16)
 
     def cast_scalar(self, data: object) -> Any:
-        """See `ZDType`: a number rounded to bfloat16. TypeError for anything else."""
+        """Round a number to bfloat16; TypeError for anything else."""
         if not self._check_scalar(data):
-            raise TypeError(f"cannot convert {data!r} to bfloat16")
+            raise TypeError(f"expected a number to convert to bfloat16, found {data!r}")
         return NATIVE.type(data)
 
     def default_scalar(self) -> Any:
-        """Fill value of unwritten chunks: 0."""
+        """Value that unwritten chunks read as: 0."""
         return NATIVE.type(0)
 
     def from_json_scalar(self, data: Any, *, zarr_format: int) -> Any:
-        """See `ZDType`: parses a fill value from `zarr.json`."""
+        """Parse a fill value from `zarr.json`, such as 0.0 or "NaN"."""
         return NATIVE.type(float_from_json_v3(data) if check_json_float_v3(data) else float(data))
 
     def to_json_scalar(self, data: object, *, zarr_format: int) -> Any:
-        """See `ZDType`: a fill value in the form of `zarr.json`."""
+        """Convert a fill value to the form of `zarr.json`, such as 0.0 or "NaN"."""
         return float_to_json_v3(np.float32(self.cast_scalar(data)))
 
 

@@ -1,4 +1,4 @@
-"""Claims: lease files by which workers agree who computes a segment, to avoid duplicate work.
+"""Claims: lease files by which workers agree who computes a segment (range of tokens) of a run.
 
 A claim only saves time. Correctness rests on the first writer of a shard winning, so a lost or stolen claim
 costs a duplicate computation and never a wrong result.
@@ -22,27 +22,30 @@ from ..repeated import Repeated
 TTL = 60.0
 """Seconds until a claim expires: longer than a network disk stalls, short enough to wait for after a
 crash."""
-_UNSIGNED = 2.0
+_EMPTY_TTL = 2.0
 """Seconds after which an empty claim expires: creation and writing of the holder's name are two steps."""
 _owned: set[str] = set()
-"""Random tokens of all leases acquired by this process."""
+"""Contents ("host pid random") of all claim files that this process holds."""
 
 
 class SegmentClaim:
-    """Lease on one segment: `with claim as acquired:`, or `acquire` before and `release` after the work."""
+    """Lease on one segment of a run, so that two workers do not compute the same tokens.
+
+    Use it as `with claim as acquired:`, or call `acquire` before and `release` after the work.
+    """
 
     def __init__(self, folder: Folder, name: str, ttl: float = TTL) -> None:
         self._folder = folder
         self._name = name
         self._ttl = ttl
         self._token = f"{platform.node()} {os.getpid()} {secrets.token_hex(4)}"
-        self._beat: Repeated | None = None
+        self._renewal: Repeated | None = None
 
     def acquire(self) -> bool:
-        """Try to acquire the lease, also one that expired under another holder.
+        """Try to acquire the lease; one that another worker no longer renews is taken over.
 
         Returns:
-            Whether this process holds it now.
+            True if this process holds the lease now, False if another worker does.
 
         Raises:
             ReadOnlyStore: The store cannot be written.
@@ -52,10 +55,10 @@ class SegmentClaim:
         if status is not None:
             holder = (self._folder.get(self._name) or b"").decode(errors="replace")
             # The holder's name is written after creation; a kill in between leaves an empty file.
-            patience = self._ttl if holder else min(self._ttl, _UNSIGNED)
+            ttl = self._ttl if holder else min(self._ttl, _EMPTY_TTL)
             # abs: a claim from the future is one made before the clock was set back; nobody touches it any
             # more.
-            if abs(self._folder.now() - status.modified) > patience or _is_orphan(holder):
+            if abs(self._folder.now() - status.modified) > ttl or _is_orphan(holder):
                 self._folder.delete(self._name)
         try:
             # Added before the file exists: an interrupt between the two must not leave a claim that this
@@ -65,23 +68,23 @@ class SegmentClaim:
                 _owned.discard(self._token)
                 return False
             keep_alive = partial(_touch, self._folder, self._name)
-            # Three renewals per ttl, so that one missed beat on a busy machine does not lose the claim.
-            self._beat = Repeated(self._ttl / 3, keep_alive, "mizarr-claim")
-            self._beat.start()
+            # Three renewals per ttl, so that one late renewal on a busy machine does not lose the claim.
+            self._renewal = Repeated(self._ttl / 3, keep_alive, "mizarr-claim")
+            self._renewal.start()
             return True
         except BaseException:
             self.release()  # interrupted (Ctrl-C): the caller will never learn that it holds the claim
             raise
 
     def release(self) -> None:
-        """Release the lease. No effect after another worker took over an expired lease; idempotent."""
-        if self._beat is not None:
-            self._beat.stop()
+        """Release the lease; may be called again, and has no effect after another worker took it over."""
+        if self._renewal is not None:
+            self._renewal.stop()
         if self._token not in _owned:
             return
         if self._folder.get(self._name) == self._token.encode():
             self._folder.delete(self._name)
-        self._beat = None
+        self._renewal = None
         # last, so that a release that was interrupted is repeated by the next call
         _owned.discard(self._token)
 
@@ -107,10 +110,13 @@ def _touch(folder: Folder, name: str) -> None:
 
 
 def _is_orphan(token: str) -> bool:
-    """Whether a claim's holder is certainly dead; False on another machine, where that cannot be known.
+    """Whether the process that holds a claim is certainly gone; False if it runs on another machine.
 
-    The holder is dead if its process is gone, or if it is this process without a record of the claim: then it
-    was interrupted between creating the file and noting so.
+    A claim of this very process that it has no record of is an orphan as well: the process was interrupted
+    between creating the file and noting so.
+
+    Arguments:
+        token: Content of the claim file, "host pid random".
     """
     host, _, remainder = token.partition(" ")
     pid = remainder.partition(" ")[0]
@@ -129,9 +135,13 @@ def _is_orphan(token: str) -> bool:
 
 
 def _is_zombie(pid: str) -> bool:
-    """Whether a process has exited without being waited for; in containers without an init this is common."""
+    """Whether a process has exited but is still listed, because its parent did not wait for it.
+
+    This is common in containers without an init process.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text("ascii", errors="replace")
     except OSError:
         return False
+    # "pid (name) state …"; the name may itself contain parentheses and spaces.
     return fields.rpartition(")")[2].split()[:1] == ["Z"]

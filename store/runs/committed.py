@@ -1,6 +1,7 @@
 """Segment records: which shards of a run are committed, with their checksums. Reading only.
 
-A record is written once per pass and segment, after its shards (`entries.py`); a cell is a (variable, layer).
+A segment is a range of tokens, a shard is the file with one array (variable, layer) of one segment. A record
+is written after the shards that were computed together (`entries.py`).
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from ..sealed import unsealed
 from .shards import FileChecksum
 
 VariableLayer = tuple[str, int | None]
-"""A cell: one array of a run, by variable and layer; the layer is None without a layer axis."""
+"""Identifies one array of a run, a "cell": name of the variable, and layer, None without a layer axis."""
 PLAIN = "plain"
 """JSON field of segment records and manifests: size and checksum of the uncompressed form of compressed
 files. Contents and keys are computed from these, so compressing a run changes neither."""
 
 
 class Committed:
-    """Cached view of all segment records of a run. Safe for any number of threads."""
+    """Which shard files of a run are committed, with their checksums; reads each segment record once.
+
+    Safe for any number of threads.
+    """
 
     def __init__(self, folder: Folder, path: str, n_segments: int) -> None:
         self._folder, self._path, self._n_segments = folder, path, n_segments
@@ -35,7 +39,7 @@ class Committed:
         self._lock = threading.Lock()
 
     def segments(self) -> list[dict[VariableLayer, FileChecksum]]:
-        """Per segment: cell -> size and checksum of its shard file, as committed now. Do not modify."""
+        """Per segment, the shards committed by now: (variable, layer) -> size and checksum. Do not modify."""
         with self._lock:
             stat = self._folder.folder_stat(self._path)
             # Records are created and removed, never changed, so an unchanged directory means unchanged
@@ -46,32 +50,40 @@ class Committed:
             return self._shards
 
     def shard(self, n: int, cell: VariableLayer) -> FileChecksum | None:
-        """Size and checksum of a shard file.
+        """Size and checksum of a shard file; None while it is not committed.
 
         Arguments:
             n: Number of the segment.
             cell: Variable and layer.
-
-        Returns:
-            None while the shard is not committed.
         """
         return self.segments()[n].get(cell)
 
     def content(self, n: int, cell: VariableLayer) -> FileChecksum | None:
-        """Size and checksum of a shard in its uncompressed form; arguments and None as for `shard`."""
+        """Size and checksum of a shard in its uncompressed form; None while it is not committed.
+
+        Arguments:
+            n: Number of the segment.
+            cell: Variable and layer.
+        """
         shard = self.segments()[n].get(cell)
         return shard and self._plain[n].get(cell, shard)
 
     def contents(self, cell: VariableLayer) -> list[FileChecksum]:
-        """Uncompressed size and checksum of a cell in each segment; every segment must be committed."""
+        """Uncompressed size and checksum of an array's shard in each segment; all must be committed."""
         segments = self.segments()
         return [self._plain[n].get(cell, shards[cell]) for n, shards in enumerate(segments)]
 
     def plain(self, n: int, cell: VariableLayer) -> FileChecksum | None:
-        """As `content` for a compressed shard, but None for an uncompressed one; arguments as for `shard`."""
+        """Size and checksum of the uncompressed form of a compressed shard; None for an uncompressed one.
+
+        Arguments:
+            n: Number of the segment.
+            cell: Variable and layer.
+        """
         return self._plain[n].get(cell) if self.segments()[n] else None
 
     def _reload(self) -> None:
+        """List the segment records, parse those that are new or changed, and combine all of them."""
         records = {}
         for name, stat in self._folder.stamps(self._path):
             # The folder is an empty Zarr group (see BOOKKEEPING in coordinates.py), hence the zarr.json.
@@ -93,46 +105,51 @@ class Committed:
 
 
 def record_name(path: str, n: int, cells: Sequence[str]) -> str:
-    """Path of the record that one pass writes for segment `n`.
+    """Path of the record that commits these arrays of segment `n`.
 
     Arguments:
         path: Folder of the run.
         n: Number of the segment.
-        cells: Sorted names of the cells; their digest allows several passes to add records to one segment.
+        cells: Sorted names of the arrays, from `cell_name`. The path contains their digest, so that arrays
+            captured later get a record of their own.
     """
     return f"{path}/seg/{n}.{digest('cells', list(cells))[:12]}.json"
 
 
 def cell_name(cell: VariableLayer) -> str:
-    """Name of a cell in file names and records, such as "resid_post.3"."""
+    """Name of an array (variable, layer) in file names and records, such as "resid_post.3"."""
     variable, layer = cell
     return variable if layer is None else f"{variable}.{layer}"
 
 
 def _cell(name: str) -> VariableLayer:
+    """Variable and layer of a name such as "resid_post.3"; the inverse of `cell_name`."""
     variable, _, layer = name.partition(".")
     return (variable, int(layer)) if layer else (variable, None)
 
 
-def _by_cell_path(files: Mapping[str, Any]) -> dict[tuple[str, ...], FileChecksum]:
-    """Shard files by (variable, layer or segment): the first and third component of their paths, which read
-    variable/c/layer/segment/… with a layer axis and variable/c/segment/… without."""
-    return {
-        tuple(path.split("/", 3)[:3:2]): (int(size), str(checksum))
-        for path, (size, checksum) in files.items()
-    }
+def _by_path_start(files: Mapping[str, Any]) -> dict[tuple[str, str], FileChecksum]:
+    """Size and checksum of shard files, by the first and third component of their paths.
+
+    Paths are variable/c/layer/segment/… for arrays with a layer axis, variable/c/segment/… for others.
+    """
+    by_path_start = {}
+    for path, (size, checksum) in files.items():
+        variable, _, layer_or_segment = path.split("/", 3)[:3]
+        by_path_start[variable, layer_or_segment] = int(size), str(checksum)
+    return by_path_start
 
 
 @dataclass(frozen=True)
 class _SegmentRecord:
-    """Content of a segment record: the shards of one segment that one pass over the model committed."""
+    """Content of a segment record: shards of one segment that were computed and committed together."""
 
     segment: int
     """Number of the segment."""
     cells: Mapping[VariableLayer, FileChecksum]
-    """Size and checksum of the shard file of each cell."""
+    """Size and checksum of the shard file of each (variable, layer)."""
     plain: Mapping[VariableLayer, FileChecksum]
-    """Size and checksum of the uncompressed form, for compressed shards only."""
+    """Size and checksum of the uncompressed form of each compressed shard."""
 
     @classmethod
     def from_bytes(cls, name: str, text: bytes, n_segments: int) -> _SegmentRecord:
@@ -141,16 +158,15 @@ class _SegmentRecord:
             fields = unsealed(name, text)
             # range() also rejects numbers outside the run and, with TypeError, anything that is no integer.
             segment = range(n_segments)[fields["segment"]]
-            places = {
-                cell: (cell[0], str(segment if cell[1] is None else cell[1]))
-                for cell in map(_cell, fields["cells"])
+            path_starts = {
+                (variable, layer): (variable, str(segment if layer is None else layer))
+                for variable, layer in map(_cell, fields["cells"])
             }
-            files, plain = _by_cell_path(fields["files"]), _by_cell_path(fields[PLAIN])
-            cells = {cell: files[place] for cell, place in places.items()}
-            return cls(
-                segment, cells, {cell: plain[place] for cell, place in places.items() if place in plain}
-            )
+            files, plain_files = _by_path_start(fields["files"]), _by_path_start(fields[PLAIN])
+            cells = {cell: files[start] for cell, start in path_starts.items()}
+            plain = {cell: plain_files[start] for cell, start in path_starts.items() if start in plain_files}
+            return cls(segment, cells, plain)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise CorruptEntry(
-                f"{name}: expected a segment record, found an invalid one ({error}); {REPAIR}"
+                f"the segment record {name}, a list of committed files, is invalid ({error}); {REPAIR}"
             ) from error

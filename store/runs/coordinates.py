@@ -11,8 +11,8 @@ decides, and the others leave theirs out. An array's `zarr.json` is written afte
 array is complete.
 
 Integers are stored as shards (`shards.py`) of one chunk, so that opening verifies them and they form one
-contiguous array. `prompt` and `position` can be computed, and are stored for other readers only in entries
-below ten million tokens.
+contiguous array. `prompt` and `position` can be computed, and are stored for other readers only in runs below
+ten million tokens.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from .zarr_metadata import CRC32C, UTF8_TEXT, array_metadata, group_metadata
 SPELLED_OUT = 10_000_000
 """Number of tokens below which `prompt` and `position` are stored for readers without mizarr."""
 BOOKKEEPING = ("coordinates", "seg", "manifest", "provenance")
-"""Folders of an entry without arrays. Each is an empty Zarr group, because plain `xr.open_zarr` lists all
+"""Folders of a run that hold no arrays. Each is an empty Zarr group, because plain `xr.open_zarr` lists all
 members and warns of those that are neither array nor group."""
 LABELS, BARE = "labels.json", "bare.json"
-"""Files in `coordinates`: the digest of the run's labels; the record of a writer whose labels were not
-accepted."""
+"""Files in `coordinates`: the digest of the run's texts and character offsets; the record of a writer whose
+texts differ from the stored ones."""
 OF_LABELS = re.compile(r"([0-9a-f]{12}|bare)\.json")
 """Matches records of labels in `coordinates`, as opposed to records of selections and array metadata."""
 SAID = ("text", "char_start", "char_end")
-"""Labels that cannot be computed from token ids and row sizes."""
+"""Coordinates with texts or character offsets, which cannot be computed from token ids and row sizes."""
 EMPTY_GROUP = group_metadata({})
-_TEXTS = 1 << 14  # texts per chunk
-_HELD = 64 << 20  # bytes; larger columns stay memory-mapped, smaller ones are copied when verified
+_TEXTS_PER_CHUNK = 1 << 14
+_COPIED_BYTES = 64 << 20  # larger columns stay memory-mapped, smaller ones are copied when verified
 ABOUT = {
     "token_id": {"long_name": "token id"},
     "prompt": {"long_name": "prompt the token belongs to"},
@@ -71,7 +71,7 @@ ABOUT = {
     "layer": {"long_name": "layer"},
     "prompt_id": {"long_name": "prompt"},
 }
-"""Attributes of each coordinate."""
+"""Attributes of each coordinate in Zarr."""
 NAMES = tuple(name for name in ABOUT if name not in ("layer", "prompt_id"))
 """Coordinates that are no dimensions, for the `coordinates` attribute by which xarray tells them from data
 variables."""
@@ -80,15 +80,15 @@ variables."""
 def write_coordinates(
     folder: Folder, path: str, tokens: PackedTokens, layers: int | None, *, pairs: bool
 ) -> None:
-    """Write the coordinates of the entry at `path`; any number of writers converge on the same files.
+    """Write the coordinates of a run; any number of writers may do so at once and get the same files.
 
     Arguments:
         folder: The store's files.
-        path: Folder of the entry.
-        tokens: The run's prompts.
+        path: Folder of the run.
+        tokens: Prompts of the run.
         layers: Length of the layer axis; None without one.
-        pairs: Whether to store where each prompt's attention pattern starts, which only an entry of one
-            segment can have, as its pair axis has no gaps.
+        pairs: Whether to store where each prompt's attention pattern starts on the pair axis. Only a run of
+            one segment can have this, as its pair axis has no gaps.
     """
     labels = _labels_digest(tokens)
     name = f"{path}/coordinates/{LABELS}"
@@ -99,16 +99,19 @@ def write_coordinates(
     if is_accepted and tokens.texts is not None:
         files |= _text_files(tokens.texts)
     created = folder.put_all({f"{path}/{name}": parts for name, parts in files.items()})
-    checksums = {name: _measured(folder, f"{path}/{name}", parts, created) for name, parts in files.items()}
-    # The name has the digest of the labels, so that writers with equal labels converge on one record.
-    record = f"coordinates/{f'{labels[7:19]}.json' if is_accepted else BARE}"
+    checksums = {
+        name: _stored_checksum(folder, f"{path}/{name}", parts, created) for name, parts in files.items()
+    }
+    # Named by 12 hex digits of the labels' digest, so that writers with equal labels converge on one record.
+    short_digest = labels.removeprefix("sha256:")[:12]
+    record = f"coordinates/{f'{short_digest}.json' if is_accepted else BARE}"
     # Together with the record and last: a killed writer leaves no record, and the next one starts over.
     groups = {f"{path}/{name}/zarr.json": [EMPTY_GROUP] for name in BOOKKEEPING}
     folder.put_all({**groups, f"{path}/{record}": [sealed({"files": checksums})]})
 
 
 def metadata_record(variable: str) -> str:
-    """Path, relative to the entry, of the record with the checksum of a variable's `zarr.json`."""
+    """Path, relative to the run's folder, of the record with the checksum of a variable's `zarr.json`."""
     return f"coordinates/{variable}.zarr.json"
 
 
@@ -117,7 +120,7 @@ def record_metadata(folder: Folder, path: str, variables: Iterable[str]) -> None
 
     Arguments:
         folder: The store's files.
-        path: Folder of the entry.
+        path: Folder of the run.
         variables: Names of the variables, whose `zarr.json` must exist.
     """
     records = {}
@@ -132,21 +135,21 @@ def record_metadata(folder: Folder, path: str, variables: Iterable[str]) -> None
 def check_metadata(folder: Folder, path: str, variable: str, text: bytes) -> None:
     """Compare a variable's `zarr.json` with its recorded checksum.
 
-    Passes if there is no record, because its writer was killed before writing one.
+    Does nothing without a record, as the writer may have been killed before writing it.
 
     Arguments:
         folder: The store's files.
-        path: Folder of the entry.
+        path: Folder of the run.
         variable: Name of the variable.
         text: Content of its `zarr.json`.
 
     Raises:
-        CorruptEntry: They differ.
+        CorruptEntry: The checksum does not match.
     """
     name = f"{path}/{metadata_record(variable)}"
     if (record := folder.get(name)) is not None:
         files = files_of(name, unsealed(name, record))
-        _expect(f"{path}/{variable}/zarr.json", text, files.get(f"{variable}/zarr.json"))
+        _require_checksum(f"{path}/{variable}/zarr.json", text, files.get(f"{variable}/zarr.json"))
 
 
 def write_selected(
@@ -157,65 +160,70 @@ def write_selected(
     bounds: npt.NDArray[np.int64],
     slots: int,
 ) -> None:
-    """Write the token list of a selection's axis; any number of writers converge on the same files.
+    """Store which token each row of a selected array (such as "last token only") belongs to.
 
-    Not stored for entries of ten million tokens or more, except for masks: there the list follows from the
-    lengths of the prompts.
+    Not stored for runs of ten million tokens or more, except for masks: the tokens then follow from the
+    lengths of the prompts. Any number of writers may do so at once and get the same files.
 
     Arguments:
         folder: The store's files.
-        path: Folder of the entry.
-        tokens: The run's prompts.
+        path: Folder of the run.
+        tokens: Prompts of the run.
         selection: Which tokens have rows.
-        bounds: First row of each segment on the axis, and the end of the last.
+        bounds: First row of each segment on the selection's axis, and the end of the last, [segment + 1].
         slots: Rows per segment on disk; unused ones are -1.
     """
     name = f"{path}/coordinates/{selection.axis}.json"
     is_derivable = tokens.n_tokens >= SPELLED_OUT and "mask" not in selection.canonical()
     if is_derivable or folder.get(name) is not None:
         return
-    indices = selection.indices(tokens)
+    selected_tokens = selection.indices(tokens)
     # Laid out like the selected array itself, gaps included, so that other readers can match rows by index.
-    spread = np.full((len(bounds) - 1) * slots, -1, np.int64)
+    token_of_row = np.full((len(bounds) - 1) * slots, -1, np.int64)
     segment = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
-    spread[segment * slots + np.arange(len(indices)) - bounds[segment]] = indices
-    layout = ShardLayout.whole(spread.dtype.name, len(spread))
+    row_in_segment = np.arange(len(selected_tokens)) - bounds[segment]
+    token_of_row[segment * slots + row_in_segment] = selected_tokens
+    layout = ShardLayout.whole(token_of_row.dtype.name, len(token_of_row))
     shard = layout.path(selection.axis, None, 0)
     attributes = {"long_name": "token of the run; -1 where there is none"}
     files: dict[str, list[Buffer]] = {
-        shard: shard_parts(f"{path}/{shard}", spread, layout),
-        f"{selection.axis}/zarr.json": [layout.metadata(spread.shape, (selection.axis,), attributes)],
+        shard: shard_parts(f"{path}/{shard}", token_of_row, layout),
+        f"{selection.axis}/zarr.json": [layout.metadata(token_of_row.shape, (selection.axis,), attributes)],
     }
     created = folder.put_all({f"{path}/{file}": parts for file, parts in files.items()})
-    checksums = {file: _measured(folder, f"{path}/{file}", parts, created) for file, parts in files.items()}
+    checksums = {
+        file: _stored_checksum(folder, f"{path}/{file}", parts, created) for file, parts in files.items()
+    }
     folder.put_new(name, sealed({"files": checksums}))
 
 
 def read_selected(folder: Folder, path: str, axis: str) -> npt.NDArray[Any]:
-    """Token list of a selection's axis, int64.
+    """Read which tokens have rows on a selection's axis, as indices on the token axis, int64 [row].
 
     Arguments:
         folder: The store's files.
-        path: Folder of the entry.
-        axis: Name of the axis, which is also that of the stored array.
+        path: Folder of the run.
+        axis: Name of the selection's axis, such as "token_last".
 
     Raises:
-        EntryNotFound: The list is not stored.
+        EntryNotFound: The tokens are not stored.
     """
     indices = _read_integers(folder, path, axis, recorded(folder, path))
     if indices is None:
         raise EntryNotFound(
-            f"{folder.where(path)}: expected the tokens of {axis!r}, found none; capture them again"
+            f"run {folder.where(path)}: the array {axis!r}, which lists the selected tokens, is missing; "
+            "capture these tokens again"
         )
     return indices[indices >= 0]
 
 
 def read_tokens(folder: Folder, path: str) -> PackedTokens:
-    """Tokens of an entry with their stored labels; large columns are memory-mapped.
+    """Read the prompts of a stored run: token ids, texts and character offsets; large columns are
+    memory-mapped.
 
     Arguments:
         folder: The store's files.
-        path: Folder of the entry.
+        path: Folder of the run.
 
     Raises:
         EntryNotFound: There is no stored run.
@@ -228,35 +236,37 @@ def read_tokens(folder: Folder, path: str) -> PackedTokens:
     }
     ids, sizes = columns["token_id"], columns["row_size"]
     if ids is None or sizes is None:
-        raise EntryNotFound(f"{folder.where(path)} holds no stored run; `mizarr ls` shows what is there")
+        raise EntryNotFound(
+            f"there is no stored run in {folder.where(path)}; `mizarr ls` lists the runs of a store"
+        )
     texts = _texts(folder, path, checksums)
     try:
         return PackedTokens(ids, sizes, texts, columns["char_start"], columns["char_end"])
     except ValueError as error:
         raise CorruptEntry(
-            f"{folder.where(path)}: expected token coordinates that fit together, found that {error}; "
+            f"run {folder.where(path)}: its token ids, row sizes and texts contradict each other ({error}); "
             f"{REPAIR}"
         ) from error
 
 
 def read_texts(folder: Folder, path: str) -> StoredTexts | None:
-    """Texts of an entry's prompts, without opening its tokens; arguments as for `read_tokens`.
+    """Texts of a run's prompts, without reading its token ids; None if no texts are stored.
 
-    Returns:
-        None if no texts are stored.
+    Arguments:
+        folder: The store's files.
+        path: Folder of the run.
     """
     return _texts(folder, path, recorded(folder, path))
 
 
 def _texts(folder: Folder, path: str, checksums: Mapping[str, FileChecksum]) -> StoredTexts | None:
-    text = _read_metadata(folder, path, "text", checksums)
-    if text is None:
-        return None
-    return StoredTexts(folder, path, int(text["shape"][0]))
+    metadata = _read_metadata(folder, path, "text", checksums)
+    return None if metadata is None else StoredTexts(folder, path, int(metadata["shape"][0]))
 
 
 class StoredTexts(Sequence[str]):
-    """Texts of an entry's prompts, read and cached in chunks on access."""
+    """Texts of a stored run's prompts, as a sequence that reads and caches chunks of 16,384 texts on
+    access."""
 
     def __init__(self, folder: Folder, path: str, count: int) -> None:
         self._folder, self._path, self._count = folder, path, count
@@ -276,7 +286,7 @@ class StoredTexts(Sequence[str]):
         if isinstance(i, slice):
             return [self[j] for j in range(*i.indices(self._count))]
         index = range(self._count)[i]
-        return self._chunk(index // _TEXTS)[index % _TEXTS]
+        return self._chunk(index // _TEXTS_PER_CHUNK)[index % _TEXTS_PER_CHUNK]
 
     def _read_chunk(self, n: int) -> list[str]:
         from numcodecs.vlen import VLenUTF8
@@ -284,17 +294,19 @@ class StoredTexts(Sequence[str]):
         name = self._folder.where(f"{self._path}/text/c/{n}")
         raw = self._folder.get(f"{self._path}/text/c/{n}")
         if raw is None:
-            raise CorruptEntry(f"{name}: expected texts of prompts, found no file; {REPAIR}")
+            raise CorruptEntry(f"the file {name} with texts of prompts is missing; {REPAIR}")
         data, checksum = raw[:-SUM_BYTES], raw[-SUM_BYTES:]
         if raw != with_crc32c(data):
-            raise CorruptEntry(f"{name}: expected texts with crc32c {checksum.hex()}, found others; {REPAIR}")
+            raise CorruptEntry(
+                f"the file {name} with texts of prompts does not match its crc32c {checksum.hex()}; {REPAIR}"
+            )
         return [str(text) for text in VLenUTF8().decode(data)]
 
 
 def _integers(
     tokens: PackedTokens, layers: int | None, *, pairs: bool, labelled: bool
 ) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    """Yield name and values of the integer coordinates to store."""
+    """Yield name and values of the integer coordinates to store; arguments as for `_integer_files`."""
     yield "token_id", tokens.ids
     yield "row_start", tokens.row_start
     yield "row_size", tokens.row_size
@@ -316,6 +328,7 @@ def pair_starts(tokens: PackedTokens) -> npt.NDArray[np.int64]:
 
 
 def _dimension(name: str) -> str:
+    """Dimension of a coordinate: "layer", "prompt_id" or "token"."""
     if name == "layer":
         return "layer"
     return "prompt_id" if name in ("row_start", "row_size", "pair_start", "text") else "token"
@@ -324,7 +337,17 @@ def _dimension(name: str) -> str:
 def _integer_files(
     tokens: PackedTokens, layers: int | None, *, pairs: bool, labelled: bool
 ) -> dict[str, list[Buffer]]:
-    """Files of the integer coordinates, relative to the entry, each array's `zarr.json` after its values."""
+    """Make the files of the integer coordinates; each array's `zarr.json` comes after its values.
+
+    Arguments:
+        tokens: Prompts of the run.
+        layers: Length of the layer axis; None without one.
+        pairs: Whether to include `pair_start`.
+        labelled: Whether to include character offsets.
+
+    Returns:
+        Path relative to the run's folder -> buffers of the file.
+    """
     files = {}
     for name, values in _integers(tokens, layers, pairs=pairs, labelled=labelled):
         layout = ShardLayout.whole(values.dtype.name, len(values))
@@ -335,20 +358,22 @@ def _integer_files(
 
 
 def _text_files(texts: Sequence[str]) -> dict[str, list[Buffer]]:
-    """Files of the texts, relative to the entry; encoded as zarr's vlen-utf8."""
+    """Make the files of the prompts' texts, encoded as Zarr's vlen-utf8: path in the run's folder ->
+    buffers."""
     from numcodecs.vlen import VLenUTF8
 
     files: dict[str, list[Buffer]] = {}
-    for n in range(-(-len(texts) // _TEXTS)):
+    chunk_length = min(_TEXTS_PER_CHUNK, len(texts))
+    for n, start in enumerate(range(0, len(texts), _TEXTS_PER_CHUNK)):
         # Zarr's chunks have a fixed number of items, so the last one is filled with empty texts.
-        block = np.full(_TEXTS if len(texts) > _TEXTS else len(texts), "", object)
-        chunk_texts = texts[n * _TEXTS : (n + 1) * _TEXTS]
+        block = np.full(chunk_length, "", object)
+        chunk_texts = texts[start : start + chunk_length]
         block[: len(chunk_texts)] = chunk_texts
         files[f"text/c/{n}"] = [with_crc32c(bytes(VLenUTF8().encode(block)))]
     metadata = array_metadata(
         "string",
         [len(texts)],
-        [min(_TEXTS, len(texts))],
+        [chunk_length],
         [UTF8_TEXT, CRC32C],
         dims=["prompt_id"],
         fill_value="",
@@ -357,16 +382,23 @@ def _text_files(texts: Sequence[str]) -> dict[str, list[Buffer]]:
     return {**files, "text/zarr.json": [metadata]}
 
 
-def _measured(folder: Folder, name: str, parts: Sequence[Buffer], created: Collection[str]) -> FileChecksum:
-    """Size and checksum of a file: computed from `parts` if this process created it, else read."""
+def _stored_checksum(
+    folder: Folder, name: str, parts: Sequence[Buffer], created: Collection[str]
+) -> FileChecksum:
+    """Size and checksum of a file: computed from `parts` if this process created it, else from the file."""
     return file_checksum(*parts) if name in created else folder.measure(name)
 
 
 def recorded(folder: Folder, path: str) -> dict[str, FileChecksum]:
-    """Recorded sizes and checksums of all coordinate files; arguments as for `read_tokens`.
+    """Read the recorded sizes and checksums of all coordinate files of a run.
+
+    Arguments:
+        folder: The store's files.
+        path: Folder of the run.
 
     Returns:
-        Path relative to the entry -> (size, checksum). Of several records of a file, the last by name counts.
+        Path relative to the run's folder -> (size, checksum). Of several records of a file, the last by name
+        counts.
     """
     files: dict[str, FileChecksum] = {}
     for name in sorted(folder.children(f"{path}/coordinates")):
@@ -379,7 +411,14 @@ def recorded(folder: Folder, path: str) -> dict[str, FileChecksum]:
 def _read_metadata(
     folder: Folder, path: str, name: str, checksums: Mapping[str, FileChecksum]
 ) -> dict[str, Any] | None:
-    """Parse the `zarr.json` of a coordinate; None if it was never recorded and does not exist."""
+    """Parse the `zarr.json` of a coordinate; None if the run does not have this coordinate.
+
+    Arguments:
+        folder: The store's files.
+        path: Folder of the run.
+        name: Name of the coordinate.
+        checksums: Recorded sizes and checksums, from `recorded`.
+    """
     file = f"{name}/zarr.json"
     # Texts and offsets are optional, so only the record tells a stray file from one of this run.
     if name in SAID and checksums and file not in checksums:
@@ -387,17 +426,17 @@ def _read_metadata(
     text = folder.get(f"{path}/{file}")
     if text is None and file not in checksums:
         return None
-    _expect(f"{path}/{file}", text or b"", checksums.get(file))
+    _require_checksum(f"{path}/{file}", text or b"", checksums.get(file))
     try:
         return dict(read_json(text or b""))
     except (ValueError, TypeError) as error:
         raise CorruptEntry(
-            f"{path}/{file}: expected the description of an array, found {error}; {REPAIR}"
+            f"{path}/{file}: expected the JSON description of a Zarr array, found {error}; {REPAIR}"
         ) from error
 
 
-def _expect(name: str, text: bytes, checksum: FileChecksum | None) -> None:
-    """Raise CorruptEntry unless a file's content has the recorded checksum."""
+def _require_checksum(name: str, text: bytes, checksum: FileChecksum | None) -> None:
+    """Raise CorruptEntry unless a file's content has the recorded checksum; None for no record."""
     if checksum is not None and (actual := content_digest(text)) != checksum[1]:
         raise CorruptEntry(f"{name}: expected {checksum[1]}, found {actual}; {REPAIR}")
 
@@ -405,26 +444,29 @@ def _expect(name: str, text: bytes, checksum: FileChecksum | None) -> None:
 def _read_integers(
     folder: Folder, path: str, name: str, checksums: Mapping[str, FileChecksum]
 ) -> npt.NDArray[Any] | None:
+    """Read an integer coordinate; None if the run does not have it. Arguments as for `_read_metadata`."""
     metadata = _read_metadata(folder, path, name, checksums)
     if metadata is None:
         return None
     layout = ShardLayout.from_metadata(metadata)
     if layout is None:
         raise CorruptEntry(
-            f"{folder.where(path)}/{name}: expected numbers as they were captured, found them rewritten "
-            f"in another format; {REPAIR}"
+            f"the coordinate {folder.where(path)}/{name} was rewritten in another format by another program; "
+            f"{REPAIR}"
         )
     rows, shard = int(metadata["shape"][0]), f"{path}/{layout.path(name, None, 0)}"
     try:
         values = np.asarray(read_shard(folder.mapped(shard), layout, rows))
     except FileNotFoundError:
-        raise CorruptEntry(f"{folder.where(shard)}: expected labels, found no file; {REPAIR}") from None
+        raise CorruptEntry(
+            f"the file {folder.where(shard)} with the coordinate {name!r} is missing; {REPAIR}"
+        ) from None
     # The copy keeps the verified values, even if the file changes later.
-    return values.copy() if values.nbytes <= _HELD else values
+    return values.copy() if values.nbytes <= _COPIED_BYTES else values
 
 
 def _labels_digest(tokens: PackedTokens) -> str:
-    """`sha256:…` of the texts and character offsets."""
+    """`sha256:…` of the texts and character offsets of prompts."""
     state = hashlib.sha256()
     for column in (tokens.char_start, tokens.char_end):
         state.update(b"-" if column is None else np.ascontiguousarray(column, "<i4").data)

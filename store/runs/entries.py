@@ -1,4 +1,4 @@
-"""Entries: the stored activations of one run, committed segment by segment.
+"""Stored activations of one run (`Entry`), committed segment by segment.
 
 The tokens of all prompts lie end to end on one axis, cut into segments of equal length. A segment is the unit
 of work, commit, resume, claim and Dask task. The commit protocol:
@@ -11,10 +11,10 @@ of work, commit, resume, claim and Dask task. The commit protocol:
 Every step is "create if absent": a kill at any moment loses at most the segment under way, and any number of
 writers converge on the same files.
 
-    data/<ab>/<D>/zarr.json                     the group; attributes identify the run and the segment length
+    data/<ab>/<digest>/zarr.json                the group; attributes identify the run and the segment length
         resid_post/zarr.json, resid_post/c/…    one array per variable (`shards.py`)
-        seg/<n>.<set>.json                      record of one pass; <set> is a digest of its cells
-        seg/<n>.claim                           lease of the worker that computes it (`claims.py`)
+        seg/<n>.<set>.json                      segment record; <set> is a digest of the cells it commits
+        seg/<n>.claim                           lease of the worker that computes segment n (`claims.py`)
         manifest/<variable>.<layer>.json        all shards of one cell with size and checksum
 """
 
@@ -61,34 +61,35 @@ from .shards import CODECS, DTYPES, FileChecksum, ShardLayout, ShardRows, file_c
 from .zarr_metadata import group_metadata
 
 PACKED_AXES = ("token", "pair", "square", "prompt_id", "segment")
-"""Packed axes: an array has a row per token, per pair of tokens (lower triangle or square), per prompt or per
-segment (see `ArraySpec`). An array of a selection has an axis of its own instead."""
+"""Packed axes, on which the rows of all prompts lie end to end: a row per token, per pair of tokens (lower
+triangle or square), per prompt or per segment (see `ArraySpec.dims`). An array of selected tokens has an axis
+of its own instead."""
 
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """Description of one variable (array) of a run."""
+    """Description of one stored variable (array) of a run: axes, dtype, unit, hook point."""
 
     variable: str
     """Name of the array, e.g. "resid_post"."""
     hook: str
-    """Hook point it was captured from."""
+    """Hook point it was captured from, with "{}" for the layer, e.g. "blocks.{}.hook_resid_post"."""
     dims: tuple[str, ...]
-    """Dimension names, e.g. ("layer", "token", "hidden"). The packed axis comes first, or second after
-    "layer":
+    """Dimension names, e.g. ("layer", "token", "hidden"). First, or second after "layer", comes the packed
+    axis, on which the rows of all prompts lie end to end:
 
     - "token": a row per token;
     - "pair": attention patterns; the token at position t owns t + 1 rows, its part of the lower triangle;
     - "square": attention matrices that are not zero above the diagonal; a token owns a row per token of its
       prompt;
     - "prompt_id": states after a prompt; owned by the prompt's last token;
-    - "segment": reductions over the run, a row per segment;
-    - the axis of a selection.
+    - "segment": reductions over the run, a row per segment (range of tokens computed at once);
+    - the axis of a selection of tokens, such as "token_last".
     """
     sizes: Mapping[str, int]
     """Size of each axis after the packed one, by dimension name."""
     dtype: str
-    """Stored dtype."""
+    """Stored dtype, such as "float32"."""
     layers: int | None
     """Number of layers of the model; None if the array has no layer axis."""
     long_name: str = ""
@@ -96,35 +97,33 @@ class ArraySpec:
     unit: str = ""
     """Unit of the values; "1" for dimensionless ones."""
     selection: Selection | None = None
-    """Token selection; None stores all tokens."""
+    """Which tokens have rows; None for all tokens."""
     run_dtype: str | None = None
     """Storage dtype of the run, set for arrays whose `dtype` differs from it (token ids); else None."""
     over: int | None = None
-    """For reductions: number of tokens that the rows of all segments cover."""
+    """For reductions: number of tokens that the rows of all segments cover; None for other arrays."""
     combine: str | None = None
-    """For reductions: how segments combine, "mean", "sum" or "max"; None for other arrays."""
+    """For reductions: how the rows of segments are combined, "mean", "sum" or "max"; None for other
+    arrays."""
 
     def __post_init__(self) -> None:
         front = ("layer",) if self.layers is not None else ()
-        axes = PACKED_AXES if self.selection is None else (self.selection.axis,)
-        if (
-            self.dims[: len(front)] != front
-            or len(self.dims) <= len(front)
-            or self.dims[len(front)] not in axes
-        ):
+        packed_axes = PACKED_AXES if self.selection is None else (self.selection.axis,)
+        packed_axis = self.dims[len(front) : len(front) + 1]
+        if self.dims[: len(front)] != front or not set(packed_axis) & set(packed_axes):
             raise ShapeError(
-                f"{self.variable}: expected dims to start with {[*front, ' or '.join(axes)]}, "
+                f"{self.variable}: expected dims to start with {[*front, ' or '.join(packed_axes)]}, "
                 f"found {list(self.dims)}"
             )
 
     @property
     def packed(self) -> str:
-        """Name of the packed axis."""
+        """Name of the axis on which the rows of all prompts lie end to end, such as "token"; see `dims`."""
         return self.dims[0 if self.layers is None else 1]
 
     @property
     def tail(self) -> tuple[int, ...]:
-        """Shape of one row: sizes of the axes after the packed one."""
+        """Shape of one row, such as (hidden,) for one token's activations."""
         return tuple(self.sizes[dim] for dim in self.dims[self.dims.index(self.packed) + 1 :])
 
     @property
@@ -137,7 +136,7 @@ class ArraySpec:
         return numbers + math.prod(self.tail[:-1]) * n_blocks(self.tail[-1]) * DTYPES["float32"].itemsize
 
     def rows_per_token(self, tokens: PackedTokens) -> float:
-        """Mean number of rows per token."""
+        """Mean number of rows per token of these prompts."""
         if self.packed == "segment":  # counted as one segment, because the segment length is not known here
             return 1 / tokens.n_tokens
         if self.selection is None:
@@ -145,23 +144,23 @@ class ArraySpec:
         return float(self.selection.counts(tokens).sum()) / tokens.n_tokens
 
     def attributes(self) -> dict[str, Any]:
-        """Fields as JSON values, for the attributes of the array."""
+        """Fields as JSON values, as they are stored in the attributes of the array."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {**values, "selection": self.selection and self.selection.canonical()}
 
     @classmethod
     def from_attributes(cls, fields: Mapping[str, Any], selection: Selection | None = None) -> ArraySpec:
-        """Parse the fields in an array's attributes.
+        """Parse the description of an array from its attributes.
 
         Arguments:
             fields: Fields as `attributes` returned them.
-            selection: The parsed selection; None stores all tokens.
+            selection: The parsed selection of tokens; None if all tokens have rows.
         """
         return cls(**{**fields, "dims": tuple(fields["dims"]), "selection": selection})
 
 
 def with_scales(arrays: Sequence[ArraySpec]) -> list[ArraySpec]:
-    """Add the scale arrays (`quantised.py`) of variables that are stored as int8.
+    """Add the scale array of each variable that is stored as int8, one scale per 64 numbers.
 
     Raises:
         ShapeError: An int8 variable has one number per row, which would need a scale of its own.
@@ -173,8 +172,8 @@ def with_scales(arrays: Sequence[ArraySpec]) -> list[ArraySpec]:
             continue
         if not spec.tail:
             raise ShapeError(
-                f"expected several numbers per row to store as int8, found {spec.variable!r}, which has "
-                "one; store it in another storage dtype"
+                f"variable {spec.variable!r} has one number per row, which int8 storage cannot hold; choose "
+                "another storage dtype (--storage-dtype), such as float32"
             )
         dims, sizes = scale_sizes(spec.dims, dict(spec.sizes))
         long_name = f"scale of {spec.variable}"
@@ -191,7 +190,7 @@ def with_scales(arrays: Sequence[ArraySpec]) -> list[ArraySpec]:
 
 
 def entry_digest(run: RunKey, dtype: str) -> str:
-    """D: digest that names the folder of a run's activations.
+    """Digest that names the folder of a run's stored activations, 64 hex digits.
 
     Arguments:
         run: Key of the run.
@@ -201,12 +200,15 @@ def entry_digest(run: RunKey, dtype: str) -> str:
 
 
 def entry_path(name: str) -> str:
-    """Path, relative to the store, of the entry with this digest."""
+    """Path, relative to the store, of the folder of the run with this digest (from `entry_digest`)."""
     return f"data/{name[:2]}/{name}"
 
 
 class Entry:
-    """Stored activations of one run in one storage dtype. Safe for any number of threads and processes."""
+    """Stored activations of one run, that is of one model over some prompts, in one storage dtype.
+
+    Safe for any number of threads and processes.
+    """
 
     def __init__(
         self,
@@ -225,7 +227,7 @@ class Entry:
         self.digest = entry_digest(run, dtype)
         self.path = entry_path(self.digest)
         self._claim_ttl = claim_ttl
-        # Caches are keyed by the bytes of these files, so that an entry that was removed and created again is
+        # Caches are keyed by the bytes of these files, so that a run that was removed and created again is
         # noticed.
         self._group_file = Watched(folder, f"{self.path}/zarr.json")
         self._verified_group: bytes | None = None
@@ -243,10 +245,10 @@ class Entry:
         cls, folder: Folder, run: RunKey, tokens: PackedTokens, arrays: Sequence[ArraySpec], *,
         segment_tokens: int, claim_ttl: float = TTL,
     ) -> Self:  # fmt: skip
-        """The entry that `create` would make if none exists yet. Writes nothing.
+        """Describe the run that `create` would create; writes nothing.
 
-        With it, segments can be laid out and computed while another thread runs `create`; commit only
-        afterwards.
+        So a run can be planned, and its segments computed while another thread runs `create`; they may be
+        written only afterwards.
 
         Arguments:
             folder: See `create`.
@@ -266,20 +268,20 @@ class Entry:
         segment_tokens: int, attributes: Mapping[str, Any] | None = None, claim_ttl: float = TTL,
         codec: str = "",
     ) -> Self:  # fmt: skip
-        """Open the entry of a run; create it if it is new, and declare arrays that it lacks.
+        """Open the folder of a run for writing; create it if it is new, and declare arrays that it lacks.
 
-        An existing entry keeps its segment length, and an existing array its codec, whatever the arguments
+        An existing run keeps its segment length, and an existing array its codec, whatever the arguments
         say.
 
         Arguments:
             folder: The store's files.
             run: Key of the run.
-            tokens: Its prompts.
+            tokens: Prompts of the run.
             arrays: Variables to declare, all of one storage dtype.
-            segment_tokens: Tokens per segment of a new entry.
-            attributes: Further attributes of a new group.
-            claim_ttl: Seconds until a claim without a sign of life expires.
-            codec: Compression of arrays that are new; "" for none.
+            segment_tokens: Tokens per segment of a new run (a segment is computed and committed at once).
+            attributes: Further attributes of a new run's Zarr group; None for none.
+            claim_ttl: Seconds after which a worker's claim of a segment expires unless it is renewed.
+            codec: Compression of arrays that are new, "zstd", or "" for none.
 
         Raises:
             ShapeError: The dtypes differ, or an array was declared differently before.
@@ -299,15 +301,15 @@ class Entry:
 
     @classmethod
     def load(cls, folder: Folder, path: str, tokens: PackedTokens) -> Self:
-        """Open the entry in a folder.
+        """Open the stored run in a folder.
 
         Arguments:
             folder: The store's files.
-            path: Folder of the entry.
-            tokens: Tokens of the run, as `coordinates.read_tokens` returns them.
+            path: Folder of the run.
+            tokens: Prompts of the run, as `coordinates.read_tokens` returns them.
 
         Raises:
-            EntryNotFound: The folder is empty.
+            EntryNotFound: There is no run in the folder.
         """
         fields = group_attributes(folder, path)["mizarr"]
         return cls(
@@ -334,67 +336,75 @@ class Entry:
         ]
 
     def bounds(self, axis: str) -> npt.NDArray[np.int64]:
-        """First row of each segment on a packed axis, and the end of the last one, int64 [segments + 1]."""
-        if axis not in self._axis_bounds and axis == "segment":
-            self._axis_bounds[axis] = np.arange(len(self.segments) + 1)
+        """First row of each segment on an axis such as "token" or "pair", and the end, int64 [segment +
+        1]."""
         if axis not in self._axis_bounds:
-            starts = np.array([*(segment.start for segment in self.segments), self.tokens.n_tokens], np.int64)
-            selection = self._selections.get(axis)
-            self._axis_bounds[axis] = (
-                self.tokens.starts_on(axis, starts)
-                if selection is None
-                else selection.starts_on(self.tokens, starts)
-            )
+            tokens = np.array([*(segment.start for segment in self.segments), self.tokens.n_tokens], np.int64)
+            if axis == "segment":
+                bounds = np.arange(len(tokens))
+            elif (selection := self._selections.get(axis)) is not None:
+                bounds = selection.starts_on(self.tokens, tokens)
+            else:
+                bounds = self.tokens.starts_on(axis, tokens)
+            self._axis_bounds[axis] = bounds
         return self._axis_bounds[axis]
 
     def rows(self, variable: str, n: int) -> int:
-        """Number of rows of a variable in a segment.
+        """Number of rows that a variable has in a segment.
 
         Arguments:
             variable: Name of the variable.
             n: Number of the segment.
         """
-        return self._rows(self.spec(variable), n)
+        return self._n_rows(self.spec(variable), n)
 
-    def _rows(self, spec: ArraySpec, n: int) -> int:
+    def _n_rows(self, spec: ArraySpec, n: int) -> int:
         bounds = self.bounds(spec.packed)
         return int(bounds[n + 1] - bounds[n])
 
     @property
     def specs(self) -> dict[str, ArraySpec]:
-        """Declared variables by name, without scale arrays."""
+        """Description of each declared variable by name, without the scale arrays of int8 variables."""
         children = (name for name in self.folder.children(self.path) if name not in BOOKKEEPING)
         names = sorted(name for name in children if not (self.dtype == QUANTISED and is_scale(name)))
         arrays = {name: self._read_array(name) for name in names}
         return {name: array[0] for name, array in arrays.items() if array is not None}
 
     def spec(self, variable: str) -> ArraySpec:
-        """Description of a variable; EntryNotFound, which suggests the nearest name, if it is not
-        declared."""
+        """Description of a variable; EntryNotFound, with the most similar name, if the run does not have
+        it."""
         return self._array(variable)[0]
 
     def layout(self, variable: str) -> ShardLayout:
-        """Shard layout of a variable, as its `zarr.json` declares it."""
+        """Layout of a variable's shard files (dtype, chunk size, compression), read from its `zarr.json`."""
         return self._array(variable)[1]
 
     # -- writing
 
     def missing(self, cells: Iterable[VariableLayer]) -> dict[int, list[VariableLayer]]:
-        """Uncommitted cells per segment number; segments with all requested cells are left out."""
+        """Which of some arrays (variable, layer) each segment still lacks.
+
+        Returns:
+            Segment number -> arrays that are not committed; segments without any are left out.
+        """
         requested = list(dict.fromkeys(cells))
-        missing = {
-            n: [cell for cell in requested if not all(part in committed for part in self._stored_parts(cell))]
-            for n, committed in enumerate(self._committed.segments())
-        }
-        return {n: cells for n, cells in missing.items() if cells}
+        missing = {}
+        for n, committed in enumerate(self._committed.segments()):
+            missing_cells = [
+                cell for cell in requested if not committed.keys() >= set(self._stored_parts(cell))
+            ]
+            if missing_cells:
+                missing[n] = missing_cells
+        return missing
 
     def is_recorded(self, n: int, cells: Collection[VariableLayer]) -> bool:
-        """Whether one record commits exactly these cells of a segment. Usually one look at a file, unlike
-        `missing`.
+        """Whether these arrays of a segment were committed together, by a single record.
+
+        Faster than `missing`, because it usually looks at one file only.
 
         Arguments:
             n: Number of the segment.
-            cells: Variables and layers.
+            cells: Variable and layer of each array.
         """
         names = sorted(cell_name(part) for cell in cells for part in self._stored_parts(cell))
         if self.folder.size(record_name(self.path, n, names)) is None:
@@ -415,11 +425,11 @@ class Entry:
 
         Arguments:
             n: Number of the segment.
-            arrays: Cell -> rows [rows of the segment, *tail] in C order, in the declared dtype (float32 if
-                that is int8). They must not change before this returns.
+            arrays: (variable, layer) -> rows [rows of the segment, ...] in C order, in the declared dtype
+                (float32 if that is int8). They must not change before this returns.
             threads: Number of threads that compute checksums, and again as many that write. One leaves the
                 cores to a computation that runs meanwhile.
-            handed_over: Called when only the disk is waited for.
+            handed_over: Called when all work of the processor is done and only the disk is waited for.
 
         Raises:
             ShapeError: An array does not fit; nothing is written.
@@ -450,14 +460,14 @@ class Entry:
         self._put_record(n, arrays, {name: written[f"{self.path}/{name}"] for name in shards}, plain)
 
     def take_over(self, other: Entry, cells: Iterable[VariableLayer]) -> int:
-        """Commit shards of another run for the segments whose prompts both runs share from the start.
+        """Reuse shards of another run that begins with the same prompts, instead of computing them again.
 
-        What a segment holds follows from its prompts, so the shards are what would be computed. They are
-        hard-linked, or recoded if the codecs differ. That is how a corpus grows without a second pass.
+        The content of a segment follows from its prompts, so the shards of equal segments are equal. They are
+        hard-linked, or recoded if the codecs differ. So a corpus grows without a second forward pass.
 
         Arguments:
-            other: Entry with the same model, interventions, dtype and segment length.
-            cells: Cells to commit.
+            other: Stored run with the same model, interventions, dtype and segment length.
+            cells: Variable and layer of each array to commit.
 
         Returns:
             Number of tokens in the segments that were committed.
@@ -469,40 +479,58 @@ class Entry:
         # Token ids are compared by shared_start, so only these parts of the key must be equal.
         if (other.run.model, other.run.hooks, other.dtype) != (self.run.model, self.run.hooks, self.dtype):
             raise ShapeError(
-                f"expected a run of the same kind as {self.digest[:12]}, found {other.digest[:12]}"
+                f"cannot reuse shards of run {other.digest[:12]} for run {self.digest[:12]}: they differ in "
+                "model, interventions or dtype"
             )
-        for n, missing in self.missing(cells).items():
+        for n, missing_cells in self.missing(cells).items():
             # A segment is shared only if all of its prompts are, and if it has the same token range.
             if self.segments[n].stop > end or self.segments[n] not in other.segments[n : n + 1]:
                 continue
             checksums: dict[VariableLayer, FileChecksum] = {}
-            for cell in missing:
+            for cell in missing_cells:
                 checksums |= self._shared_shards(other, cell, n)
-            if not checksums:
-                continue
-            layouts = {part: self.layout(part[0]) for part in checksums}
-            names = {part: layout.path(*part, n) for part, layout in layouts.items()}
-            linked = {
-                f"{self.path}/{names[part]}": f"{other.path}/{names[part]}"
-                for part, layout in layouts.items()
-                if layout == other.layout(part[0])
-            }
-            plain = {
-                names[part]: content
-                for part, layout in layouts.items()
-                if layout.codec and (content := other._committed.content(n, part))
-            }
-            with suppress(FileNotFoundError):  # gc removed the source meanwhile: the segment is computed
-                self.folder.link_all(linked)
-                files = {names[part]: checksum for part, checksum in checksums.items()}
-                self._put_record(n, checksums, files, plain)
-                n_tokens += len(self.segments[n])
+            if checksums:
+                with suppress(FileNotFoundError):  # gc removed the source meanwhile: the segment is computed
+                    self._commit_shared(other, n, checksums)
+                    n_tokens += len(self.segments[n])
         return n_tokens
 
-    def _shared_shards(self, other: Entry, cell: VariableLayer, n: int) -> dict[VariableLayer, FileChecksum]:
-        """Checksums of a cell's shards, scales included, linked or recoded from another run.
+    def _commit_shared(self, other: Entry, n: int, checksums: Mapping[VariableLayer, FileChecksum]) -> None:
+        """Link shards of another run that are not recoded, and write the record of all.
 
-        Empty if that run lacks a shard or has another layout: the cell is left to be computed.
+        Arguments:
+            other: The other run.
+            n: Number of the segment.
+            checksums: (variable, layer) -> size and checksum of our shard, from `_shared_shards`.
+        """
+        layouts = {part: self.layout(part[0]) for part in checksums}
+        names = {part: layout.path(*part, n) for part, layout in layouts.items()}
+        sources_by_target = {
+            f"{self.path}/{names[part]}": f"{other.path}/{names[part]}"
+            for part, layout in layouts.items()
+            if layout == other.layout(part[0])
+        }
+        plain = {
+            names[part]: content
+            for part, layout in layouts.items()
+            if layout.codec and (content := other._committed.content(n, part))
+        }
+        self.folder.link_all(sources_by_target)
+        files = {names[part]: checksum for part, checksum in checksums.items()}
+        self._put_record(n, checksums, files, plain)
+
+    def _shared_shards(self, other: Entry, cell: VariableLayer, n: int) -> dict[VariableLayer, FileChecksum]:
+        """Checksums that an array's shards of a segment will have if they are taken from another run.
+
+        Shards of another codec are recoded here; the others are linked later.
+
+        Arguments:
+            other: The other run.
+            cell: Variable and layer of the array; the scales of int8 are included.
+            n: Number of the segment.
+
+        Returns:
+            Empty if the other run lacks a shard or has another layout: the array is then computed.
         """
         stored = {part: other._committed.shard(n, part) for part in self._stored_parts(cell)}
         # In this order: `layout` raises for a variable that the other run has never declared.
@@ -513,14 +541,18 @@ class Entry:
         checksums = {}
         for part, checksum in stored.items():
             is_same_layout = self.layout(part[0]) == other.layout(part[0])
-            written = checksum if is_same_layout else self._recode(other, part, n)
-            if written is None:
+            own_checksum = checksum if is_same_layout else self._recode(other, part, n)
+            if own_checksum is None:
                 return {}
-            checksums[part] = written
+            checksums[part] = own_checksum
         return checksums
 
     def _recode(self, other: Entry, part: VariableLayer, n: int) -> FileChecksum | None:
-        """Write a shard of another run with our codec; None if it is gone or fails its checksum."""
+        """Write a shard of another run with our codec.
+
+        Returns:
+            Size and checksum of the new file; None if the other run's file is missing or damaged.
+        """
         layout, source_layout = self.layout(part[0]), other.layout(part[0])
         name = layout.path(*part, n)
         source, target = f"{other.path}/{name}", f"{self.path}/{name}"
@@ -535,13 +567,18 @@ class Entry:
         return file_checksum(stored) if is_equal else None
 
     def claim(self, n: int) -> SegmentClaim:
-        """Lease on a segment: `with entry.claim(n) as acquired:`, or `acquire` and `release` from any
-        thread."""
+        """Lease by which workers agree who computes segment `n`: `with entry.claim(n) as acquired:`."""
         return SegmentClaim(self.folder, f"{self.path}/seg/{n}.claim", self._claim_ttl)
 
     def publish(self, cells: Iterable[VariableLayer]) -> list[Record]:
-        """Make complete cells visible: write manifests, then keys. Cells with a missing segment are
-        skipped."""
+        """Make complete arrays visible to readers: write their manifests, then their key files.
+
+        Arguments:
+            cells: Variable and layer of each array; those with a missing segment are skipped.
+
+        Returns:
+            Records of the complete arrays, including the scales of int8 arrays.
+        """
         requested = dict.fromkeys(part for cell in cells for part in self._stored_parts(cell))
         segments = self._committed.segments()
         complete = [cell for cell in requested if all(cell in segment for segment in segments)]
@@ -562,14 +599,11 @@ class Entry:
     # -- reading
 
     def record(self, variable: str, layer: int | None) -> Record | None:
-        """Published record of a cell.
+        """Record of a published array; None while a segment of it, or of its int8 scales, is missing.
 
         Arguments:
             variable: Name of the variable.
             layer: Layer number; None without a layer axis.
-
-        Returns:
-            None while a segment, or the scale array of the cell, is missing.
         """
         part_records = [self._array_record(*part) for part in self._stored_parts((variable, layer))]
         return part_records[-1] if all(part_records) else None
@@ -580,11 +614,16 @@ class Entry:
         return None if text is None else Record.from_bytes(key, text)
 
     def key(self, variable: str, layer: int | None) -> ActivationKey:
-        """Key under which a cell is published; arguments as for `record`."""
+        """Key under which an array is published.
+
+        Arguments:
+            variable: Name of the variable.
+            layer: Layer number; None without a layer axis.
+        """
         return ActivationKey(self.run, variable, layer, self.dtype)
 
     def published(self) -> list[VariableLayer]:
-        """All published cells, sorted by variable and layer."""
+        """(variable, layer) of all published arrays, sorted."""
         cells = [
             (name, layer)
             for name, spec in self.specs.items()
@@ -599,45 +638,65 @@ class Entry:
         ]
 
     def committed(self) -> list[Mapping[VariableLayer, FileChecksum]]:
-        """Per segment: cell -> size and checksum of its shard, whether published or not."""
+        """Per segment, its committed shards: (variable, layer) -> size and checksum, published or not."""
         return list(self._committed.segments())
 
     def content(self, variable: str, layer: int | None) -> str:
-        """R, the content digest of a published cell; arguments as for `record`.
+        """Content digest "sha256:…" of a published array.
+
+        Arguments:
+            variable: Name of the variable.
+            layer: Layer number; None without a layer axis.
 
         Raises:
-            EntryNotFound: The cell is not published.
+            EntryNotFound: The array is not published.
         """
         record = self.record(variable, layer)
         if record is None:
             raise EntryNotFound(
-                f"run {self.digest[:12]} lacks segments of {cell_name((variable, layer))}; capture it first"
+                f"{cell_name((variable, layer))} of run {self.digest[:12]} is not stored, or not completely; "
+                "capture it first"
             )
         return record.content
 
     def segment_digest(self, variable: str, layer: int | None, n: int) -> str:
-        """Digest of a committed shard, including its scales; arguments as for `shard`.
+        """Content digest "sha256:…" of one segment of an array, including the scales of int8.
+
+        Arguments:
+            variable: Name of the variable.
+            layer: Layer number; None without a layer axis.
+            n: Number of the segment.
 
         Raises:
-            EntryNotFound: The shard is not committed.
+            EntryNotFound: The segment is not committed.
         """
         digests = []
         for part in self._stored_parts((variable, layer)):
             checksum = self._committed.content(n, part)
             if checksum is None:
                 raise EntryNotFound(self._missing_message(*part, n, "committed"))
-            # Numbers and scales of int8 mean nothing without each other, so a cell's digest covers both.
+            # Numbers and scales of int8 mean nothing without each other, so the digest covers both.
             digests.append(checksum[1])
         return digests[0] if len(digests) == 1 else content_digest(canonical_json(digests).encode())
 
     def values(self, variable: str, layer: int | None, n: int) -> ShardRows | RestoredRows:
-        """Rows of a segment; arguments and errors as for `shard`, but int8 is dequantised to float32."""
+        """Rows of one segment of an array, [rows, ...], read-only; int8 is dequantised to float32.
+
+        Arguments:
+            variable: Name of the variable.
+            layer: Layer number; None without a layer axis.
+            n: Number of the segment.
+
+        Raises:
+            EntryNotFound: The segment is not stored.
+            CorruptEntry: See `shard`.
+        """
         if not self._has_scales(variable):
             return self.shard(variable, layer, n)
         return RestoredRows(self.shard(variable, layer, n), self.shard(scale_name(variable), layer, n))
 
     def shard(self, variable: str, layer: int | None, n: int) -> ShardRows:
-        """Rows of a segment in the stored dtype, memory-mapped and read-only, [rows, *tail].
+        """Rows of one segment in the stored dtype, [rows, ...], memory-mapped and read-only.
 
         Arguments:
             variable: Name of the stored array.
@@ -645,12 +704,12 @@ class Entry:
             n: Number of the segment.
 
         Raises:
-            EntryNotFound: The shard does not exist.
+            EntryNotFound: The segment is not stored.
             CorruptEntry: The file is cut short or its index is damaged; later, on access to rows, also if the
                 checksum of a chunk does not match.
         """
         spec, layout = self._array(variable)
-        rows = self._rows(spec, n)
+        rows = self._n_rows(spec, n)
         name = f"{self.path}/{layout.path(variable, layer, n)}"
         try:
             return self._mapped.rows(name, layout, rows, self._describe(variable, layer, n))
@@ -660,7 +719,8 @@ class Entry:
     # -- helpers
 
     def presented(self, variable: str) -> str:
-        """Name of the variable as readers see it: a scale array belongs to its variable."""
+        """Name of the variable that a stored array belongs to: the int8 variable for an array of its scales,
+        else the name itself."""
         return scaled_name(variable) if self.dtype == QUANTISED else variable
 
     def _has_scales(self, variable: str) -> bool:
@@ -676,11 +736,11 @@ class Entry:
         return self._is_scaled[variable]
 
     def _stored_parts(self, cell: VariableLayer) -> tuple[VariableLayer, ...]:
-        """Stored arrays of a cell: the scale array of an int8 variable, then the array itself."""
+        """(variable, layer) of the stored arrays that make up an array: its scales if it is int8, then it."""
         return ((scale_name(cell[0]), cell[1]), cell) if self._has_scales(cell[0]) else (cell,)
 
     def _with_scales(self, n: int, arrays: Mapping[VariableLayer, Array]) -> dict[VariableLayer, Array]:
-        """Quantise the float32 rows of int8 variables to numbers and scales."""
+        """Quantise the float32 rows of int8 variables to numbers and scales, as arrays of their own."""
         stored = {}
         for cell, rows in arrays.items():
             *scales, numbers = self._stored_parts(cell)
@@ -695,7 +755,10 @@ class Entry:
         path = f"{self.path}/{name}"
         content = self.folder.get(path)
         if content is None:
-            raise EntryNotFound(f"{self.folder.where(path)}: expected the shard just written, found none")
+            raise EntryNotFound(
+                f"the file {self.folder.where(path)} was removed while its segment was written; run the "
+                "capture again"
+            )
         return plain_measure(content, layout, self.folder.where(path))
 
     def _put_record(
@@ -705,13 +768,21 @@ class Entry:
         files: Mapping[str, FileChecksum],
         plain: Mapping[str, FileChecksum],
     ) -> None:
-        """Write the segment record for shards that exist."""
+        """Write the record that commits shards of a segment, whose files exist already.
+
+        Arguments:
+            n: Number of the segment.
+            shard_cells: (variable, layer) of each shard.
+            files: Path in the run's folder -> size and checksum of the file.
+            plain: The same of the uncompressed form, for compressed files only.
+        """
         cells = sorted(cell_name(cell) for cell in shard_cells)
         record = {"segment": n, "cells": cells, "files": files, PLAIN: plain}
         self.folder.put_new(record_name(self.path, n, cells), sealed(record))
 
     def _group_metadata(self, attributes: Mapping[str, Any]) -> bytes:
-        """`zarr.json` of the group."""
+        """Content of the `zarr.json` of the run's group, which identifies the run; ends in a checksum
+        field."""
         fields = {
             "run": self.run.request(),
             "dtype": self.dtype,
@@ -723,29 +794,27 @@ class Entry:
         return group_metadata({**attributes, "mizarr": fields})
 
     def _plan(self, spec: ArraySpec, codec: str = "") -> ShardLayout:
-        """Layout of a new variable; ShapeError if the segment length allows none."""
+        """Choose the shard layout of a new variable; ShapeError if the segment length allows none."""
         self._register(spec.selection)
-        # Only token segments have equal lengths; those of pairs, prompts and selections vary, so their shard
-        # has the longest.
-        regular = spec.packed == "token"
-        most = self.segment_tokens if regular else int(np.diff(self.bounds(spec.packed)).max())
+        # On the token axis all segments have equally many rows. On other axes (pairs, prompts, selections)
+        # they vary, and shards are as long as the longest.
+        is_regular = spec.packed == "token"
+        shard_rows = self.segment_tokens if is_regular else int(np.diff(self.bounds(spec.packed)).max())
         # Rounded up so that arrays that share an axis have the same shard length, whatever their chunk sizes.
-        if spec.selection is not None or (self.dtype == QUANTISED and not regular):
-            most = 1 << (most - 1).bit_length()
-        exact = len(self.segments) > 1 and regular
-        layout = ShardLayout.of(spec.dtype, spec.tail, most, spec.layers is not None, exact=exact)
+        if spec.selection is not None or (self.dtype == QUANTISED and not is_regular):
+            shard_rows = 1 << (shard_rows - 1).bit_length()
+        exact = len(self.segments) > 1 and is_regular
+        layout = ShardLayout.of(spec.dtype, spec.tail, shard_rows, spec.layers is not None, exact=exact)
         is_declared = self.folder.get(f"{self.path}/{spec.variable}/zarr.json") is not None
         # A declared array keeps its codec; `_declare` compares the rest.
         return layout if is_declared else self._with_committed_codec(spec, replace(layout, codec=codec))
 
     def _with_committed_codec(self, spec: ArraySpec, layout: ShardLayout) -> ShardLayout:
-        """Restore the codec of a variable whose `zarr.json` was quarantined while its shards stayed.
-
-        Only compressed shards have an entry under PLAIN in their segment record.
-        """
+        """The layout with the codec of shards that exist already, as after quarantine of a `zarr.json`."""
         for n, shards in enumerate(self._committed.segments()):
             for cell in shards:
                 if cell[0] == spec.variable:
+                    # Segment records have the checksum of the uncompressed form for compressed shards only.
                     return replace(layout, codec=CODECS[0] if self._committed.plain(n, cell) else "")
         return layout
 
@@ -766,22 +835,18 @@ class Entry:
         for spec in arrays:
             is_new = f"{self.path}/{spec.variable}/zarr.json" in created
             stored = declared[spec.variable] if is_new else self.spec(spec.variable)
-            if (stored.dims, stored.tail, stored.dtype, stored.layers, stored.selection) != (
-                spec.dims,
-                spec.tail,
-                spec.dtype,
-                spec.layers,
-                spec.selection,
-            ):
+            compared = ("dims", "tail", "dtype", "layers", "selection")
+            if any(getattr(stored, name) != getattr(spec, name) for name in compared):
                 raise ShapeError(
-                    f"run {self.digest[:12]} already stores {spec.variable} as {stored}; expected {spec}"
+                    f"run {self.digest[:12]} already stores variable {spec.variable!r} as {stored}, which "
+                    f"differs from the requested {spec}; capture it under another name, or in another store"
                 )
 
     def _metadata(self, spec: ArraySpec, layout: ShardLayout) -> bytes:
-        """`zarr.json` of a variable."""
+        """Content of the `zarr.json` of a variable: shape, dimension names and attributes."""
         bounds, dims = self.bounds(spec.packed), spec.dims
         front = () if spec.layers is None else (spec.layers,)
-        packed = layout.rows * len(self.segments) if spec.packed == "pair" else int(bounds[-1])
+        packed_length = layout.rows * len(self.segments) if spec.packed == "pair" else int(bounds[-1])
         attributes: dict[str, Any] = {"long_name": spec.long_name, "units": spec.unit}
         attributes["mizarr"] = spec.attributes()
         if spec.dtype == QUANTISED:
@@ -796,16 +861,16 @@ class Entry:
             # has gaps. For readers without mizarr: row i of segment n lies at n * shard length + i -
             # pair_bounds[n]. The prompt axis with gaps gets a name of its own, as one dimension cannot have
             # two lengths.
-            packed = layout.rows * len(self.segments)
+            packed_length = layout.rows * len(self.segments)
             attributes[f"{spec.packed}_bounds"] = bounds.tolist()
             dims = tuple("prompt_slot" if dim == "prompt_id" else dim for dim in dims)
-        return layout.metadata((*front, packed, *spec.tail), dims, attributes)
+        return layout.metadata((*front, packed_length, *spec.tail), dims, attributes)
 
     def _array(self, variable: str) -> tuple[ArraySpec, ShardLayout]:
         """Description and layout of a variable, from its current `zarr.json` or from `planned`."""
         if variable in self._plans:
             return self._plans[variable]
-        self._expect_same_run()
+        self._require_same_run()
         if variable not in self._array_files:
             self._array_files[variable] = Watched(self.folder, f"{self.path}/{variable}/zarr.json")
         text, cached = self._array_files[variable].get(), self._parsed.get(variable)
@@ -816,13 +881,13 @@ class Entry:
                 near = nearest(variable, specs)
                 raise EntryNotFound(
                     f"run {self.digest[:12]} has no variable {variable!r}; it has "
-                    f"{', '.join(specs) or 'none'}{f', nearest is {near!r}' if near else ''}. Capture it "
-                    "first"
+                    f"{', '.join(specs) or 'none'}{f', the most similar is {near!r}' if near else ''}; name "
+                    "one of these, or capture it first"
                 )
             cached = self._parsed[variable] = (text, *parsed)
         return cached[1:]
 
-    def _expect_same_run(self) -> None:
+    def _require_same_run(self) -> None:
         """Raise EntryNotFound if the run was removed, or removed and created again with other segments."""
         text = self._group_file.get()
         # Identity, not equality: `Watched` returns the same object until the file changes.
@@ -835,10 +900,10 @@ class Entry:
             else _verified_attributes(self.folder, self.path, text)["mizarr"]["segment_tokens"]
         )
         if length != self.segment_tokens:
-            current = "no run" if text is None else f"one in segments of {length} tokens"
+            change = "removed" if text is None else f"created again in segments of {length} tokens"
             raise EntryNotFound(
-                f"{self.folder.where(self.path)}: expected run {self.digest[:12]} in segments of "
-                f"{self.segment_tokens} tokens, as it was opened, found {current}; open it again"
+                f"run {self.digest[:12]} in {self.folder.where(self.path)} was {change} after it had been "
+                f"opened in segments of {self.segment_tokens} tokens; open it again"
             )
         self._verified_group = text
 
@@ -854,22 +919,26 @@ class Entry:
             fields = metadata.get("attributes", {}).get("mizarr", {})
         except (ValueError, AttributeError) as error:
             raise CorruptEntry(
-                f"{where}: expected the description of an array, found {error}; {REPAIR}"
+                f"{where}: expected the JSON description of a Zarr array, found {error}; {REPAIR}"
             ) from error
         if "hook" not in fields:
             return None
         layout = ShardLayout.from_metadata(metadata)
         if layout is None:
             raise CorruptEntry(
-                f"{where}: expected an array as it was captured, found it stored again with other codecs or "
-                f"chunks; {REPAIR}"
+                f"{where}: this array was rewritten with other codecs or chunks by another program; {REPAIR}"
             )
         canonical = fields.get("selection")
         selection = None if canonical is None else self._selection(fields["dims"], canonical)
         return ArraySpec.from_attributes(fields, selection), layout
 
     def _selection(self, dims: Sequence[str], canonical: Mapping[str, Any]) -> Selection:
-        """Selection from an array's attributes; a mask also needs the token list stored with its axis."""
+        """Parse an array's selection of tokens; that of a mask needs the tokens stored with its axis.
+
+        Arguments:
+            dims: Dimension names of the array.
+            canonical: The selection, from the attributes of the array.
+        """
         axis = next(dim for dim in dims if dim.startswith(AXIS))
         if axis not in self._selections:
             token_indices = read_selected(self.folder, self.path, axis) if "mask" in canonical else None
@@ -877,38 +946,39 @@ class Entry:
                 self._register(from_canonical(canonical, token_indices))
             except (ValueError, IndexError) as error:
                 raise CorruptEntry(
-                    f"{self.folder.where(self.path)}/{axis}: expected the tokens that were selected, found "
-                    f"others: {error}; {REPAIR}"
+                    f"{self.folder.where(self.path)}/{axis}: the stored tokens are not those that were "
+                    f"selected ({error}); {REPAIR}"
                 ) from error
         return self._selections[axis]
 
     def _register(self, selection: Selection | None) -> None:
+        """Remember a selection by the name of its axis, for `bounds`."""
         if selection is not None:
             self._selections[selection.axis] = selection
 
     def _check_rows(self, variable: str, layer: int | None, n: int, rows: Array) -> None:
         """Raise ShapeError unless the rows have the declared shape, dtype and order of that segment."""
         spec = self.spec(variable)
-        if (spec.layers is None) != (layer is None) or (
-            layer is not None and not 0 <= layer < (spec.layers or 0)
-        ):
-            layers = "no layer axis" if spec.layers is None else f"layers 0 to {spec.layers - 1}"
-            raise ShapeError(f"{variable} has {layers}, found layer {layer}")
+        layers = [None] if spec.layers is None else range(spec.layers)
+        if layer not in layers:
+            layers_text = "no layer axis" if spec.layers is None else f"layers 0 to {spec.layers - 1}"
+            raise ShapeError(f"cannot store layer {layer} of variable {variable!r}, which has {layers_text}")
         if not 0 <= n < len(self.segments):
-            raise ShapeError(f"expected a segment from 0 to {len(self.segments) - 1}, found {n}")
+            raise ShapeError(
+                f"cannot store segment {n} of run {self.digest[:12]}, which has segments 0 to "
+                f"{len(self.segments) - 1}"
+            )
         expected = (self.rows(variable, n), *spec.tail)
-        if (
-            rows.shape != expected
-            or rows.dtype != self.layout(variable).native
-            or not rows.flags.c_contiguous
-        ):
-            order = "" if rows.flags.c_contiguous else ", not contiguous: make it so first"
+        has_form = rows.shape == expected and rows.dtype == self.layout(variable).native
+        if not has_form or not rows.flags.c_contiguous:
+            order = "" if rows.flags.c_contiguous else ", not contiguous: use np.ascontiguousarray"
             raise ShapeError(
                 f"segment {n} of {cell_name((variable, layer))}: expected {spec.dtype} of shape "
                 f"{list(expected)} in C order, found {rows.dtype} of shape {list(rows.shape)}{order}"
             )
 
     def _describe(self, variable: str, layer: int | None, n: int) -> str:
+        """Name of a shard in messages, such as "segment 0 of resid_post.3 in run 35be…"."""
         return f"segment {n} of {cell_name((variable, layer))} in run {self.digest[:12]}"
 
     def _missing_message(self, variable: str, layer: int | None, n: int, state: str) -> str:
@@ -917,17 +987,22 @@ class Entry:
     def _completed(
         self, cell: VariableLayer, segments: Sequence[Mapping[VariableLayer, FileChecksum]]
     ) -> tuple[Record, bytes]:
-        """Record and manifest of a cell whose segments are all committed."""
+        """Record and manifest of an array (variable, layer) whose segments are all committed.
+
+        Arguments:
+            cell: Variable and layer.
+            segments: Per segment, (variable, layer) -> size and checksum of each committed shard.
+        """
         variable, layer = cell
         layout = self.layout(variable)
         files = {layout.path(variable, layer, n): segment[cell] for n, segment in enumerate(segments)}
         spec, parts = self.spec(variable), self._stored_parts(cell)
-        *scales, contents = map(self._committed.contents, parts)
-        # R covers dtype, shape of a row and uncompressed checksums, but neither compression nor the segment
-        # paths.
-        described = ["shards", spec.dtype, list(spec.tail), contents, *scales]
-        content = content_digest(canonical_json(described).encode())
-        plain = dict(zip(files, contents, strict=True)) if layout.codec else {}
+        *scale_checksums, checksums = map(self._committed.contents, parts)
+        # The content digest covers dtype, shape of a row and uncompressed checksums, but neither compression
+        # nor the paths of the files.
+        digested = ["shards", spec.dtype, list(spec.tail), checksums, *scale_checksums]
+        content = content_digest(canonical_json(digested).encode())
+        plain = dict(zip(files, checksums, strict=True)) if layout.codec else {}
         manifest = {"variable": variable, "layer": layer, "content": content, "files": files, PLAIN: plain}
         label = cell_name(cell).replace(".", "/")
         key = self.key(variable, layer).digest
@@ -940,55 +1015,61 @@ def dtype_of(arrays: Sequence[ArraySpec]) -> str:
     dtypes = sorted({spec.run_dtype or spec.dtype for spec in arrays})
     if len(dtypes) != 1:
         raise ShapeError(
-            f"expected the arrays of one entry to share one dtype, found {', '.join(dtypes) or 'no arrays'}"
+            "expected arrays of one storage dtype to store as one run, found "
+            f"{', '.join(dtypes) or 'no arrays'}"
         )
     return dtypes[0]
 
 
 def _segment_length(folder: Folder, path: str) -> int | None:
-    """Tokens per segment of an existing entry; None for a new run."""
+    """Tokens per segment of a stored run; None if there is no run in the folder."""
     if folder.get(f"{path}/zarr.json") is None:
         return None
     return int(group_attributes(folder, path)["mizarr"]["segment_tokens"])
 
 
 def group_attributes(folder: Folder, path: str) -> dict[str, Any]:
-    """Attributes of an entry's group.
+    """Read the attributes of a run's Zarr group, which identify the run, after verifying them.
 
     Arguments:
         folder: The store's files.
-        path: Folder of the entry.
+        path: Folder of the run.
+
+    Returns:
+        Attributes; "mizarr" has the fields run, dtype, segment_tokens, n_tokens and n_prompts.
 
     Raises:
-        EntryNotFound: There is no entry.
+        EntryNotFound: There is no run in the folder.
         CorruptEntry: The attributes were changed.
     """
     text = folder.get(f"{path}/zarr.json")
     if text is None:
-        raise EntryNotFound(f"{folder.where(path)} holds no stored run; see `mizarr ls`")
+        raise EntryNotFound(
+            f"there is no stored run in {folder.where(path)}; `mizarr ls` lists the runs of a store"
+        )
     return _verified_attributes(folder, path, text)
 
 
 def _verified_attributes(folder: Folder, path: str, text: bytes) -> dict[str, Any]:
-    """Parse and verify the `zarr.json` of a group; CorruptEntry if it was changed."""
+    """Parse and verify the `zarr.json` of a run's group; CorruptEntry if it was changed."""
     try:
         attributes: dict[str, Any] = read_json(text)["attributes"]
         fields = attributes["mizarr"]
         run = RunKey.of_request(fields["run"])
-        sound = fields["check"] == _attributes_digest(attributes)
+        is_unchanged = fields["check"] == _attributes_digest(attributes)
         # The folder name is a digest of the key, so attributes copied from another run are detected.
-        sound = sound and entry_path(entry_digest(run, fields["dtype"])) == path
+        is_unchanged = is_unchanged and entry_path(entry_digest(run, fields["dtype"])) == path
     except (ValueError, KeyError, TypeError, AttributeError):
-        sound = False
-    if not sound:
+        is_unchanged = False
+    if not is_unchanged:
         raise CorruptEntry(
-            f"{folder.where(path)}/zarr.json: expected the description of run {path[-64:][:12]} as it was "
-            f"written, found another; {REPAIR}"
+            f"{folder.where(path)}/zarr.json, which describes run {path[-64:][:12]}, was changed after it "
+            f"had been written; {REPAIR}"
         )
     return attributes
 
 
 def _attributes_digest(attributes: Mapping[str, Any]) -> str:
-    """Checksum of a group's attributes, without the field that holds it."""
+    """Checksum of the attributes of a run's group, without the field "check" that holds it."""
     fields = {name: value for name, value in attributes["mizarr"].items() if name != "check"}
     return content_digest(canonical_json({**attributes, "mizarr": fields}).encode())

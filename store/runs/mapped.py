@@ -26,7 +26,7 @@ RESIDENT = 3 << 25
 
 
 class MappedShards:
-    """Mapped shards of one run, and which of their chunks are verified. Safe for any number of threads."""
+    """Cache of the memory-mapped shard files of one run. Safe for any number of threads."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
@@ -37,12 +37,12 @@ class MappedShards:
         self._handle = _LRU.register(self)
 
     def rows(self, name: str, layout: ShardLayout, rows: int, label: str) -> ShardRows:
-        """Rows of a shard, [rows, *tail], read-only.
+        """Open the rows of a shard file, [rows, ...], read-only; from the cache if the file is unchanged.
 
         Arguments:
-            name: Path of the shard.
-            layout: Its layout.
-            rows: Number of valid rows.
+            name: Path of the shard file.
+            layout: Layout of the file.
+            rows: Number of valid rows; the rest of the shard is padding.
             label: Names these rows in error messages.
 
         Raises:
@@ -54,22 +54,22 @@ class MappedShards:
             raise FileNotFoundError(name)
         # A new stamp: the shard was quarantined and written again, or changed in place, since it was mapped.
         with self._lock:
-            cached = self._mapped.get(name)
-            if cached is None or cached[0] != stat.stamp or cached[1] != layout or len(cached[2]) != rows:
-                mapped = self._folder.mapped(name)
+            stamp, cached_layout, shard_rows = self._mapped.get(name, (None, None, None))
+            if shard_rows is None or (stamp, cached_layout, len(shard_rows)) != (stat.stamp, layout, rows):
                 read = read_archived if layout.codec else read_shard
-                cached = self._mapped[name] = (stat.stamp, layout, read(mapped, layout, rows, label))
-            cached[2].checks_once = stat.is_settled
-            self._bound_memory(name, cached[2])
+                shard_rows = read(self._folder.mapped(name), layout, rows, label)
+                self._mapped[name] = (stat.stamp, layout, shard_rows)
+            shard_rows.checks_once = stat.is_settled
+            self._bound_memory(name, shard_rows)
             evicted = _LRU.mark_used(self._handle, name)
         # Outside our lock: `forget` takes the lock of another run, which may be waiting for ours.
-        for run, oldest in evicted:
+        for run, evicted_name in evicted:
             if (shards := run()) is not None:
-                shards.forget(oldest)
-        return cached[2]
+                shards.forget(evicted_name)
+        return shard_rows
 
     def forget(self, name: str) -> None:
-        """Drop a map from the cache; rows in a caller's hands keep it alive."""
+        """Drop a shard file from the cache; it stays mapped while a caller still holds its rows."""
         with self._lock:
             self._mapped.pop(name, None)
             self._resident_bytes -= self._resident.pop(name, 0)
@@ -100,13 +100,14 @@ class _MappedOrder:
         self._lock = threading.Lock()
 
     def register(self, shards: MappedShards) -> ref[MappedShards]:
-        """Register a run; returns a weak reference as its handle, so that the maps are freed with the run."""
+        """Register the shards of a run; returns a weak reference to them, so that they are freed with the
+        run."""
         # The callback may run at any moment, even while this thread holds the lock: it only appends to a
         # deque.
         return ref(shards, self._collected.append)
 
     def mark_used(self, run: ref[MappedShards], name: str) -> list[tuple[ref[MappedShards], str]]:
-        """Mark a shard as most recently used; returns (and removes) the shards that exceed the limit."""
+        """Mark a shard as most recently used; remove and return the oldest shards that exceed the limit."""
         with self._lock:
             while self._collected:
                 collected = self._collected.popleft()
@@ -117,13 +118,13 @@ class _MappedOrder:
             return [self._order.popitem(last=False)[0] for _ in range(len(self._order) - max_mapped())]
 
     def remove(self, run: ref[MappedShards], name: str) -> None:
-        """Remove a shard that is no longer mapped."""
+        """Remove a shard that is no longer mapped from the order."""
         with self._lock:
             self._order.pop((run, name), None)
 
 
 def max_mapped() -> int:
-    """Limit on mapped shards, given how many files this process may open."""
+    """How many shard files this process may map at once: a quarter of the files it may open, at most 4096."""
     with suppress(ImportError):
         import resource
 

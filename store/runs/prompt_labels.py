@@ -23,20 +23,20 @@ from ..sealed import sealed, unsealed
 __all__ = ["put_prompt_labels", "read_prompt_labels"]
 
 LARGEST = 32 << 20
-"""Limit in bytes on the labels of a run; larger labels, which would slow down every opening, are not
-stored."""
+"""Limit in bytes on the prompt labels of a run; larger ones are not stored, as they would slow down every
+opening of the run."""
 
 
 def put_prompt_labels(folder: Folder, path: str, columns: Mapping[str, Any]) -> bool:
-    """Store labels for the run at `path`.
+    """Store labels of a run's prompts (a class, a source, a document) beside the run.
 
     Arguments:
         folder: The store's files.
         path: Folder of the run.
-        columns: Arrays [prompt] by name.
+        columns: Label arrays [prompt] by name.
 
     Returns:
-        Whether they are stored; False if they are too large.
+        True if the labels are stored, False if they have more than 32 MiB.
     """
     values = {name: np.asarray(column).tolist() for name, column in sorted(columns.items())}
     if len(json.dumps(values)) > LARGEST:
@@ -49,7 +49,7 @@ def put_prompt_labels(folder: Folder, path: str, columns: Mapping[str, Any]) -> 
 
 
 def read_prompt_labels(folder: Folder, path: str) -> dict[str, np.ndarray[Any, Any]]:
-    """Labels of a run, as arrays [prompt] by name.
+    """Read the labels of a run's prompts, as arrays [prompt] by name; empty if none are stored.
 
     Arguments:
         folder: The store's files.
@@ -65,6 +65,7 @@ def read_prompt_labels(folder: Folder, path: str) -> dict[str, np.ndarray[Any, A
 
 
 def _newest(folder: Folder, path: str) -> dict[str, list[Any]]:
+    """Columns of the newest label file of a run; empty if there is none."""
     names = sorted(name for name in folder.children(f"{path}/provenance") if name.startswith(LABELS))
     if not names or (text := folder.get(f"{path}/provenance/{names[-1]}")) is None:
         return {}

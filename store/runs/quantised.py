@@ -13,6 +13,7 @@ norm with blocks and all of it with rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -29,12 +30,12 @@ BLOCK = 64
 """Neighbours on the last axis that share a scale."""
 _LARGEST = 127  # -128 is not used, so that the range is symmetric
 _SUFFIX = "__scale"
-_AT_ONCE = 1 << 20  # numbers per step, which bounds the temporary copies
-_TINY = np.finfo(np.float32).tiny
+_STEP_NUMBERS = 1 << 20  # numbers per step, which bounds the temporary copies
+_SMALLEST_NORMAL = np.finfo(np.float32).tiny
 
 
 def scale_name(variable: str) -> str:
-    """Name of the array with a variable's scales."""
+    """Name of the array with the scales of an int8 variable."""
     return f"{variable}{_SUFFIX}"
 
 
@@ -44,47 +45,52 @@ def scaled_name(variable: str) -> str:
 
 
 def is_scale(variable: str) -> bool:
-    """Whether an array holds scales, by its name."""
+    """Whether an array's name says that it holds the scales of an int8 variable."""
     return variable.endswith(_SUFFIX)
 
 
 def n_blocks(width: int) -> int:
-    """Number of scales for a row of `width` numbers; the last block may be shorter."""
+    """Number of scales for a row of `width` numbers, one per block of 64; the last block may be shorter."""
     return -(-width // BLOCK)
 
 
 def quantise(rows: Array, label: str) -> tuple[Array, Array]:
-    """Round float32 rows to int8.
+    """Round float32 activations to int8 numbers with a scale per block of 64 neighbours.
 
     Arguments:
         rows: float32 [row, …, width].
         label: Names these rows in error messages.
 
     Returns:
-        Numbers, int8 [row, …, width], and scales, float32 [row, …, block].
+        Numbers, int8 [row, …, width], and scales, float32 [row, …, block]; value = number * scale.
 
     Raises:
         ShapeError: Another dtype, or NaN or infinities.
     """
     if rows.dtype != np.float32 or rows.ndim < 2:
-        raise ShapeError(f"{label}: expected rows of float32 to store as int8, found {rows.dtype}")
+        raise ShapeError(
+            f"{label}: expected float32 of at least two axes to store as int8, found {rows.dtype} of shape "
+            f"{list(rows.shape)}"
+        )
     width, blocks = rows.shape[-1], n_blocks(rows.shape[-1])
-    values = np.empty(rows.shape, np.int8)
+    numbers = np.empty(rows.shape, np.int8)
     scales = np.empty((*rows.shape[:-1], blocks), np.float32)
-    step = max(1, _AT_ONCE // max(rows[0].size if len(rows) else 1, 1))
+    row_numbers = max(1, math.prod(rows.shape[1:]))
+    step = max(1, _STEP_NUMBERS // row_numbers)
     for start in range(0, len(rows), step):
-        rows_slice = slice(start, start + step)
-        numbers, scales[rows_slice] = _quantised(_in_blocks(rows[rows_slice], width, blocks), label)
-        values[rows_slice] = numbers.reshape(*numbers.shape[:-2], -1)[..., :width]
-    return values, scales
+        part = slice(start, start + step)
+        block_numbers, scales[part] = _quantised(_in_blocks(rows[part], width, blocks), label)
+        # Blocks side by side again, without the zeros that filled up the last one.
+        numbers[part] = block_numbers.reshape(*block_numbers.shape[:-2], -1)[..., :width]
+    return numbers, scales
 
 
 def restored(values: Array, scales: Array) -> npt.NDArray[np.float32]:
-    """Dequantise rows to float32 [..., width].
+    """Convert int8 numbers and their scales back to float32 activations [..., width].
 
     Arguments:
-        values: int8 [..., width].
-        scales: float32 [..., block].
+        values: Numbers, int8 [..., width].
+        scales: Scale of each block of 64 numbers, float32 [..., block].
     """
     width = values.shape[-1]
     if width % BLOCK:
@@ -95,7 +101,7 @@ def restored(values: Array, scales: Array) -> npt.NDArray[np.float32]:
 
 
 class RestoredRows:
-    """An int8 shard as float32 rows, [rows, *tail]; indexed like `ShardRows`, but always copied."""
+    """Rows of an int8 shard as float32, [rows, ...]; indexing copies and dequantises them."""
 
     dtype = np.dtype(np.float32)
 
@@ -114,7 +120,12 @@ class RestoredRows:
         return restored(self._values[key], self._scales[key])
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[int, Array]]:
-        """See `ShardRows.blocks`; the blocks are copies."""
+        """Yield a range of rows, one chunk at a time, as (offset from `start`, float32 rows).
+
+        Arguments:
+            start: First row.
+            stop: End of the range (exclusive).
+        """
         for offset, block in self._values.blocks(start, stop):
             yield offset, restored(block, self._scales[start + offset : start + offset + len(block)])
 
@@ -132,26 +143,26 @@ def _quantised(blocks: Array, label: str) -> tuple[Array, Array]:
     largest = np.abs(blocks).max(axis=-1)
     if not np.isfinite(largest).all():
         raise ShapeError(
-            f"{label}: expected finite values to store as int8, found NaN or infinities, which have no "
-            "scale; store it as bfloat16 or float32 (--storage-dtype)"
+            f"{label} has NaN or infinities, which int8 cannot hold; store it as bfloat16 or float32 "
+            "(--storage-dtype)"
         )
     # A subnormal scale has too few bits to keep the error below half a scale, hence at least the smallest
     # normal.
-    scales = np.where(largest > 0, np.maximum(largest / np.float32(_LARGEST), _TINY), np.float32(0))
+    scales = np.where(
+        largest > 0, np.maximum(largest / np.float32(_LARGEST), _SMALLEST_NORMAL), np.float32(0)
+    )
     # A block of zeros has scale 0; dividing by 1 instead gives zeros without a warning.
     divisor = np.where(scales > 0, scales, np.float32(1))[..., None]
     return np.rint(blocks / divisor).clip(-_LARGEST, _LARGEST).astype(np.int8), scales.astype(np.float32)
 
 
 def scale_sizes(dims: Sequence[str], sizes: dict[str, int]) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Dimensions and sizes of a variable's scales: the last axis is counted in blocks.
+    """Dimension names and sizes of the scales of an int8 variable: its last axis becomes one of blocks.
 
     Arguments:
         dims: Dimension names of the variable.
-        sizes: Size of each axis after the packed one, by name.
+        sizes: Size of each axis of one row of the variable, by name.
     """
     last = dims[-1]
-    return (*dims[:-1], f"{last}_block"), {
-        **{dim: size for dim, size in sizes.items() if dim != last},
-        f"{last}_block": n_blocks(sizes[last]),
-    }
+    scale_sizes = {dim: size for dim, size in sizes.items() if dim != last}
+    return (*dims[:-1], f"{last}_block"), {**scale_sizes, f"{last}_block": n_blocks(sizes[last])}

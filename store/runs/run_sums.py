@@ -34,16 +34,17 @@ MOST_TOKENS = 1 << 26
 
 
 def combined(rows: Array, combine: str, over: int, dims: Sequence[str]) -> Array:
-    """Combine the stored rows of all segments.
+    """Combine the rows that a reduction (mean, sum, max over a run) stored per segment into one.
 
     Arguments:
         rows: [segment, …]; with quantum parts on the last axis if its dimension is `PART`.
         combine: "mean", "sum" or "max".
-        over: Number of tokens, the divisor of a mean.
+        over: Number of tokens of the run, the divisor of a mean.
         dims: Dimension names of `rows`.
 
     Returns:
-        Array without the segment and part axes; the max is 0 where no segment has a value.
+        The reduction over the run, without the segment and part axes. A max is 0 where it is -inf in every
+        segment, that is over no values.
     """
     if combine == "max":
         largest: Array = rows.max(axis=0)
@@ -55,30 +56,37 @@ def combined(rows: Array, combine: str, over: int, dims: Sequence[str]) -> Array
 
 
 def how_combined(combine: str, over: int, dims: Sequence[str]) -> str:
-    """Instruction for readers without mizarr, stored in the array's attributes; arguments as for
-    `combined`."""
-    axes = " and ".join(("segment", *([PART] if dims[-1] == PART else [])))
+    """Text that tells readers without mizarr how to combine the stored rows, as an attribute of the array.
+
+    Arguments:
+        combine: See `combined`.
+        over: See `combined`.
+        dims: See `combined`.
+    """
+    axes = f"segment and {PART}" if dims[-1] == PART else "segment"
     divided = ", divided by them" if combine == "mean" else ""
     return f"{'max' if combine == 'max' else 'sum'} over {axes}, of {over} tokens{divided}"
 
 
 def mean_of_parts(parts: Floats, count: int) -> Floats:
-    """Combine exact sums into means.
+    """Divide exact sums, stored in parts per segment, by the number of summed rows.
 
     Arguments:
-        parts: Multiples of `QUANTA` per segment, [segment, …, part].
+        parts: Multiples of each power of two in `QUANTA`, [segment, …, part].
         count: Number of rows that were summed.
 
     Returns:
         Means [...], each rounded once; NaN where any part is not finite.
     """
+    smallest_exponent = _EXPONENTS[-1]
+    # Sums in units of the smallest quantum. Python integers: over many segments a sum may exceed 64 bits, and
+    # the final division is exact.
     total: Array = np.zeros(parts.shape[1:-1], object)
-    unknown = ~np.isfinite(parts).all(axis=(0, -1))
+    is_not_finite = ~np.isfinite(parts).all(axis=(0, -1))
     for part, (quantum, exponent) in enumerate(zip(QUANTA, _EXPONENTS, strict=True)):
-        multiples = np.where(unknown, 0, parts[..., part]) / quantum
-        # Python integers: over many segments the sum may exceed 64 bits, and the final division is exact.
-        whole = multiples.astype(np.int64).sum(axis=0).astype(object)
-        total = total + whole * (1 << (exponent - _EXPONENTS[-1]))
+        multiples = np.where(is_not_finite, 0, parts[..., part]) / quantum
+        multiple_of_run = multiples.astype(np.int64).sum(axis=0).astype(object)
+        total = total + multiple_of_run * (1 << (exponent - smallest_exponent))
     # np.asarray: for a single number the division returns a plain Python float.
-    mean = np.asarray(total / (count << -_EXPONENTS[-1]), np.float64)
-    return np.where(unknown, np.nan, mean)
+    mean = np.asarray(total / (count << -smallest_exponent), np.float64)
+    return np.where(is_not_finite, np.nan, mean)

@@ -38,16 +38,16 @@ _MOST_NAMED = 4
 
 
 class Selection(ABC):
-    """A rule that selects tokens of each prompt."""
+    """A rule that selects some tokens of each prompt, such as the last one, for storing only their rows."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Part of variable and axis names: letters, digits and underscores."""
+        """Name of the selection within variable and axis names: letters, digits and underscores."""
 
     @abstractmethod
     def canonical(self) -> dict[str, Any]:
-        """JSON values that identify the selection."""
+        """JSON values that identify the selection; equal selections have equal values."""
 
     @abstractmethod
     def counts(self, tokens: PackedTokens) -> Places:
@@ -58,13 +58,13 @@ class Selection(ABC):
         """Selected positions in one prompt, ascending, int64.
 
         Arguments:
-            tokens: The run's prompts.
+            tokens: Prompts of the run.
             prompt: Number of the prompt.
         """
 
     @property
     def axis(self) -> str:
-        """Name of the packed axis with a row per selected token."""
+        """Name of the stored axis with a row per selected token, such as "token_last"."""
         return f"{AXIS}{self.name}"
 
     @abstractmethod
@@ -72,38 +72,39 @@ class Selection(ABC):
         """Selected tokens as indices on the token axis, ascending, int64."""
 
     def starts_on(self, tokens: PackedTokens, at: Places) -> Places:
-        """Number of selected tokens before each index on the token axis, int64.
+        """Number of selected tokens before each of some indices on the token axis, int64.
 
         Arguments:
-            tokens: The run's prompts.
+            tokens: Prompts of the run.
             at: Indices on the token axis; its end is allowed.
         """
         # Whole prompts before, then a search within the prompt: the mask of a large run is never expanded
         # here.
-        before = _before(self, tokens)
+        n_before_prompt = _n_before_prompts(self, tokens)
         prompt = np.searchsorted(tokens.row_start, at, side="right") - 1
-        inside = [
-            np.searchsorted(self.places(tokens, int(row)), index - tokens.row_start[row])
-            for row, index in zip(prompt, at, strict=True)
+        position = at - tokens.row_start[prompt]
+        n_in_prompt = [
+            np.searchsorted(self.places(tokens, int(number)), limit)
+            for number, limit in zip(prompt, position, strict=True)
         ]
-        starts: Places = before[prompt] + np.array(inside, np.int64)
+        starts: Places = n_before_prompt[prompt] + np.array(n_in_prompt, np.int64)
         return starts
 
     def check(self, tokens: PackedTokens) -> None:
         """Raise PromptError if nothing is selected in any of these prompts."""
         if not self.counts(tokens).any():
             raise PromptError(
-                f"expected a selection that keeps a token of some prompt, found {self} over prompts of at "
-                f"most {int(tokens.row_size.max())} tokens; choose other positions"
+                f"{self} (--positions) selects no token: the longest prompt has {int(tokens.row_size.max())} "
+                "tokens; choose positions that some prompt has"
             )
 
 
 class _ByLength(Selection):
-    """Selection of positions that follow from the length of the prompt alone."""
+    """Selection whose positions follow from the length of a prompt alone, such as lists and slices."""
 
     @abstractmethod
     def of_length(self, size: int) -> Places:
-        """Selected positions in a prompt of `size` tokens."""
+        """Selected positions in a prompt of `size` tokens, ascending, int64."""
 
     def counts(self, tokens: PackedTokens) -> Places:
         """Number of selected tokens per prompt, int64 [prompt]."""
@@ -112,57 +113,58 @@ class _ByLength(Selection):
         return counts
 
     def places(self, tokens: PackedTokens, prompt: int) -> Places:
-        """See `Selection.places`."""
+        """Selected positions in the prompt of this number, ascending, int64."""
         return self.of_length(int(tokens.row_size[prompt]))
 
     def indices(self, tokens: PackedTokens) -> Places:
         """Selected tokens as indices on the token axis, int64."""
         # Grouped by prompt length, so that numpy handles all prompts of one length at once.
         sizes, length_index, counts = np.unique(tokens.row_size, return_inverse=True, return_counts=True)
-        by_size = np.split(tokens.row_start[np.argsort(length_index, kind="stable")], np.cumsum(counts)[:-1])
-        groups = [
+        starts_by_length = tokens.row_start[np.argsort(length_index, kind="stable")]
+        start_groups = np.split(starts_by_length, np.cumsum(counts)[:-1])
+        index_groups = [
             (starts[:, None] + self.of_length(int(size))).ravel()
-            for size, starts in zip(sizes, by_size, strict=True)
+            for size, starts in zip(sizes, start_groups, strict=True)
         ]
-        return np.sort(np.concatenate(groups))
+        return np.sort(np.concatenate(index_groups))
 
 
 @dataclass(frozen=True)
 class Listed(_ByLength):
-    """A list of positions."""
+    """Selection of listed positions of each prompt, such as the first and the last."""
 
     positions: tuple[int, ...]
-    """Ascending as numbers; negative ones count from the end."""
+    """Positions in ascending order; negative ones count from the end of the prompt."""
 
     def __str__(self) -> str:
         return "'last'" if self.positions == (-1,) else f"positions {list(self.positions)}"
 
     @property
     def name(self) -> str:
-        """ "last", or the positions ("m1" for -1), or a digest of a long list."""
+        """Name within variables: "last", "at_0_m1" for positions 0 and -1, or a digest of a long list."""
         if self.positions == (-1,):
             return "last"
         if len(self.positions) > _MOST_NAMED:
-            return f"at_{_short(','.join(map(str, self.positions)).encode())}"
+            return f"at_{_short_digest(','.join(map(str, self.positions)).encode())}"
         return "_".join(["at", *(_word(position) for position in self.positions)])
 
     def canonical(self) -> dict[str, Any]:
-        """{"positions": [...]}."""
+        """{"positions": [...]}, as stored in the attributes of an array."""
         return {"positions": list(self.positions)}
 
     def of_length(self, size: int) -> Places:
         """Selected positions in a prompt of `size` tokens, int64."""
-        return _of_list(self.positions, size)
+        return _positions_within(self.positions, size)
 
 
 @dataclass(frozen=True)
 class Sliced(_ByLength):
-    """A slice of each prompt, with a positive step."""
+    """Selection of a slice of positions of each prompt, with a positive step."""
 
     start: int | None
-    """First position; negative from the end, None for the first."""
+    """First position; a negative one counts from the end, None is the first token."""
     stop: int | None
-    """End (exclusive); negative from the end, None for the end."""
+    """End (exclusive); a negative one counts from the end, None is the end of the prompt."""
     step: int | None
     """Distance between positions, at least 2; None for 1."""
 
@@ -175,7 +177,7 @@ class Sliced(_ByLength):
 
     @property
     def name(self) -> str:
-        """The bounds as words, e.g. "from_1_every_16"."""
+        """Name within variables: the bounds as words, such as "from_1_every_16"."""
         if self.start is None and self.stop is None:
             return f"every_{self.step}"
         parts = [
@@ -186,7 +188,7 @@ class Sliced(_ByLength):
         return "_".join(parts)
 
     def canonical(self) -> dict[str, Any]:
-        """{"slice": [start, stop, step]}."""
+        """{"slice": [start, stop, step]}, as stored in the attributes of an array."""
         return {"slice": [self.start, self.stop, self.step]}
 
     def of_length(self, size: int) -> Places:
@@ -196,20 +198,20 @@ class Sliced(_ByLength):
 
 @dataclass(frozen=True)
 class Masked(Selection):
-    """A mask over the packed tokens of a run."""
+    """Selection of tokens by a mask with one bool per token of a run, all prompts end to end."""
 
     bits: bytes
-    """The mask in the form of `numpy.packbits`, hashable unlike an array."""
+    """The mask as `numpy.packbits` returns it, in bytes because they can be hashed."""
     length: int
-    """Number of tokens."""
+    """Number of tokens that the mask covers."""
 
     def __str__(self) -> str:
         return f"a mask of {self.length} tokens"
 
     @property
     def name(self) -> str:
-        """`mask_` followed by 16 hex digits of the mask's digest."""
-        return f"mask_{_short(self.digest.encode())}"
+        """Name within variables: `mask_` followed by 16 hex digits of the mask's digest."""
+        return f"mask_{_short_digest(self.digest.encode())}"
 
     @property
     def digest(self) -> str:
@@ -226,7 +228,7 @@ class Masked(Selection):
         return np.add.reduceat(self._mask, starts, dtype=np.int64)
 
     def places(self, tokens: PackedTokens, prompt: int) -> Places:
-        """See `Selection.places`."""
+        """Selected positions in the prompt of this number, ascending, int64."""
         return np.flatnonzero(self._mask[tokens.row(prompt)]).astype(np.int64)
 
     def indices(self, tokens: PackedTokens) -> Places:
@@ -237,8 +239,9 @@ class Masked(Selection):
         """Raise PromptError for a mask of other prompts, or one that selects nothing."""
         if self.length != tokens.n_tokens:
             raise PromptError(
-                f"expected a mask of one bool per token ({tokens.n_tokens} of {tokens.n_prompts} prompts, "
-                f"end to end), found {self.length}; make it from the prompts as they are tokenised"
+                f"expected positions as a mask of one bool per token ({tokens.n_tokens} tokens of "
+                f"{tokens.n_prompts} prompts, end to end), found {self.length} bools; make the mask from the "
+                "token ids of these prompts"
             )
         super().check(tokens)
 
@@ -248,21 +251,25 @@ class Masked(Selection):
 
 
 View = tuple[str, Selection]
-"""A whole variable, and the selection of its tokens to show."""
+"""Name of a stored variable with all tokens, and the selection of its tokens to show."""
 
 
 def as_selection(positions: Any) -> Selection:
-    """Parse a selection in any of the forms in the module docstring.
+    """Parse which tokens of each prompt to select.
+
+    Arguments:
+        positions: "last"; a slice, also as a text such as "::16"; positions as numbers or as a text "0,5,-1",
+            negative ones from the end; or one bool per token, all prompts end to end.
 
     Raises:
-        PromptError: It has none of these forms.
+        PromptError: Anything else.
     """
     if isinstance(positions, Selection):
         return positions
     if isinstance(positions, str):
-        return _from_text(positions)
+        return _selection_from_text(positions)
     if isinstance(positions, slice):
-        return _sliced(positions.start, positions.stop, positions.step)
+        return _selection_of_slice(positions.start, positions.stop, positions.step)
     array = np.asarray(positions)
     if array.dtype == bool and array.ndim == 1 and len(array):
         return masked(array)
@@ -275,18 +282,18 @@ def as_selection(positions: Any) -> Selection:
 
 
 def masked(mask: npt.NDArray[np.bool_]) -> Masked:
-    """Selection of a mask, bool [token]."""
+    """Selection of the tokens for which a mask, bool [token], is True."""
     return Masked(np.packbits(mask).tobytes(), len(mask))
 
 
 def from_canonical(
     fields: Mapping[str, Any], stored_indices: Sequence[int] | Places | None = None
 ) -> Selection:
-    """Parse the canonical form of a selection.
+    """Parse a selection from the attributes of a stored array.
 
     Arguments:
-        fields: The canonical form.
-        stored_indices: For a mask, the selected tokens as stored with the axis.
+        fields: What `Selection.canonical` returned.
+        stored_indices: For a mask, the stored indices of the selected tokens on the token axis.
 
     Raises:
         ValueError: The tokens are not those of the mask.
@@ -299,15 +306,18 @@ def from_canonical(
     mask[np.asarray([] if stored_indices is None else stored_indices, np.int64)] = True
     parsed = masked(mask)
     if parsed.digest != fields["mask"]:
-        raise ValueError(f"expected the mask {fields['mask']}, found {parsed.digest}")
+        raise ValueError(f"expected tokens of a mask with digest {fields['mask']}, found {parsed.digest}")
     return parsed
 
 
-def _from_text(text: str) -> Selection:
+def _selection_from_text(text: str) -> Selection:
+    """Parse "last", a slice such as "::16", or positions such as "0,5,-1"."""
     if text.strip() == "last":
         return Listed((-1,))
     if (match := _SLICE.fullmatch(text)) is not None:
-        return _sliced(*(int(bound) if bound and bound != "-" else None for bound in match.groups()))
+        return _selection_of_slice(
+            *(int(bound) if bound and bound != "-" else None for bound in match.groups())
+        )
     parts = text.split(",")
     if all(re.fullmatch(r"\s*-?\d{1,18}\s*", part) for part in parts):
         return as_selection([int(part) for part in parts])
@@ -316,20 +326,24 @@ def _from_text(text: str) -> Selection:
     )
 
 
-def _sliced(start: int | None, stop: int | None, step: int | None) -> Selection:
-    ends = (start, stop, step)
-    start, stop, step = (None if end is None else as_index(end, "positions", PromptError) for end in ends)
+def _selection_of_slice(start: int | None, stop: int | None, step: int | None) -> Selection:
+    """Validate the bounds of a slice and bring them into one canonical form."""
+    bounds = (start, stop, step)
+    start, stop, step = (
+        None if bound is None else as_index(bound, "positions", PromptError) for bound in bounds
+    )
     if step is not None and step < 1:
-        raise PromptError(f"expected a slice that goes forward, found a step of {step}")
+        raise PromptError(f"expected positions as a slice with a step of at least 1, found step {step}")
     # Equal selections get one canonical form, however they are written, so that they share one array.
     start, step = start or None, None if step == 1 else step
     if (start, stop, step) == (None, None, None):
-        raise PromptError("expected positions that leave some out, found all of them; leave positions out")
+        raise PromptError("the given positions select all tokens, which is the default; leave positions out")
     return Listed((-1,)) if (start, stop, step) == (-1, None, None) else Sliced(start, stop, step)
 
 
 @lru_cache(maxsize=4096)
-def _of_list(positions: tuple[int, ...], size: int) -> Places:
+def _positions_within(positions: tuple[int, ...], size: int) -> Places:
+    """The positions that a prompt of `size` tokens has, counted from its start, ascending."""
     selected = {
         # A set: 0 and -n may name the same token of a short prompt, which is stored once.
         position + size if position < 0 else position
@@ -342,13 +356,14 @@ def _of_list(positions: tuple[int, ...], size: int) -> Places:
 
 
 @lru_cache(maxsize=8)
-def _before(selection: Selection, tokens: PackedTokens) -> Places:
+def _n_before_prompts(selection: Selection, tokens: PackedTokens) -> Places:
     """Number of selected tokens before each prompt, and in total, int64 [prompt + 1]."""
     return np.concatenate([[0], np.cumsum(selection.counts(tokens))])
 
 
 @lru_cache(maxsize=2)
 def _unpacked(bits: bytes, length: int) -> npt.NDArray[np.bool_]:
+    """The mask, bool [length], that `numpy.packbits` packed into bytes; read-only, as callers share it."""
     mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=length).astype(bool)
     mask.flags.writeable = False
     return mask
@@ -360,8 +375,10 @@ def _mask_digest(bits: bytes, length: int) -> str:
 
 
 def _word(position: int) -> str:
+    """A position as part of a name: "m1" for -1."""
     return f"m{-position}" if position < 0 else str(position)
 
 
-def _short(data: bytes) -> str:
+def _short_digest(data: bytes) -> str:
+    """First 16 hex digits of a digest."""
     return content_digest(data).partition(":")[2][:16]

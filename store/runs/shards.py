@@ -34,7 +34,7 @@ CHUNK_BYTES = 1 << 20
 """Target size of an inner chunk. Smaller chunks cost other readers 3x in time; larger ones slow down the
 lookup of a single prompt."""
 MOST_BYTES = 8 << 30
-"""Limit on the rows of a shard that must be copied as a whole, because absent chunks let a small file claim
+"""Limit on the bytes of a shard that must be copied as a whole, because absent chunks let a small file claim
 any size. Shards written by mizarr have at most a quarter of a GiB."""
 ABSENT = 2**64 - 1
 """Index value (offset and length) marking an absent chunk."""
@@ -43,7 +43,7 @@ CODECS = ("zstd",)
 _ZEROS = bytes(CHUNK_BYTES)
 SUM_BYTES = 4
 """Bytes of the checksum after each chunk."""
-_LEVEL = 1  # of zstd; levels 3 and 5 save 1 % more at a fifth of the speed (bfloat16)
+_ZSTD_LEVEL = 1  # levels 3 and 5 save 1 % more at a fifth of the speed (bfloat16)
 _BLOCK_BYTES = 1 << 18  # Blosc's block within a chunk; its default block size loses a third of the savings
 
 FileChecksum = tuple[int, str]
@@ -61,18 +61,18 @@ DTYPES: dict[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Layout of a segment's rows in a shard file: dtype, shape, chunk size, compression."""
+    """Layout of a shard, the file with one layer of one segment of an array: dtype, shape, chunks, codec."""
 
     dtype: str
     """Name of the stored dtype, a key of `DTYPES`."""
     tail: tuple[int, ...]
-    """Sizes of the axes after the packed one, e.g. (hidden,)."""
+    """Shape of one row, e.g. (hidden,)."""
     rows: int
     """Rows of a full shard, the last of which may be padding."""
     chunk_rows: int
     """Rows of an inner chunk; divides `rows`."""
     layered: bool
-    """Whether the array has a layer axis before the packed one."""
+    """Whether the array has a layer axis before the axis of rows."""
     codec: str = ""
     """Compression codec, one of `CODECS`; "" for none."""
 
@@ -84,7 +84,7 @@ class ShardLayout:
 
         Arguments:
             dtype: Name of the stored dtype.
-            tail: Sizes of the axes after the packed one.
+            tail: Shape of one row.
             rows: Rows of the longest segment.
             layered: Whether the array has a layer axis.
             exact: Whether shards must have exactly `rows` rows, because several segments follow each other on
@@ -95,27 +95,30 @@ class ShardLayout:
             ShapeError: The dtype is unknown, or `rows` has only tiny divisors.
         """
         if dtype not in DTYPES:
-            raise ShapeError(f"expected a stored dtype among {', '.join(DTYPES)}, found {dtype!r}")
+            raise ShapeError(f"expected a storage dtype among {', '.join(DTYPES)}, found {dtype!r}")
         # Largest power of two of rows within CHUNK_BYTES, at least one row.
         row_bytes = math.prod(tail) * DTYPES[dtype].itemsize
-        most = 1 << max(0, (CHUNK_BYTES // max(row_bytes, 1)).bit_length() - 1)
+        most_chunk_rows = 1 << max(0, (CHUNK_BYTES // max(row_bytes, 1)).bit_length() - 1)
         # A single segment has no neighbour on Zarr's grid, so its shard may be longer than the rows.
         if not exact:
-            chunk = min(most, 1 << max(0, rows - 1).bit_length())
-            return cls(dtype, tuple(tail), -(-rows // chunk) * chunk, chunk, layered)
-        chunk = next(size for size in range(min(most, rows), 0, -1) if rows % size == 0)
+            chunk_rows = min(most_chunk_rows, 1 << max(0, rows - 1).bit_length())
+            n_chunks = -(-rows // chunk_rows)
+            return cls(dtype, tuple(tail), n_chunks * chunk_rows, chunk_rows, layered)
+        largest = min(most_chunk_rows, rows)
+        chunk_rows = next(size for size in range(largest, 0, -1) if rows % size == 0)
         # A prime segment length, for example, would give chunks of one row: a checksum and an index entry per
         # row.
-        if chunk < min(most, rows) // 4:
+        if chunk_rows < largest // 4:
             raise ShapeError(
-                f"segments of {rows} rows divide into chunks of {chunk} rows only, which is slow to read; "
-                f"choose a power of two, e.g. {1 << rows.bit_length() - 1}, or a multiple of {most}"
+                f"segment_tokens={rows} has no suitable divisor: segments divide into chunks of {chunk_rows} "
+                "rows only, which are slow to read; choose a power of two, e.g. "
+                f"{1 << rows.bit_length() - 1}, or a multiple of {most_chunk_rows}"
             )
-        return cls(dtype, tuple(tail), rows, chunk, layered)
+        return cls(dtype, tuple(tail), rows, chunk_rows, layered)
 
     @classmethod
     def whole(cls, dtype: str, rows: int) -> ShardLayout:
-        """Layout of a one-dimensional array in a single chunk, which can be mapped as one contiguous array.
+        """Layout of a one-dimensional array as a single chunk, so that it can be memory-mapped as one array.
 
         Arguments:
             dtype: Name of the stored dtype.
@@ -125,11 +128,11 @@ class ShardLayout:
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any]) -> ShardLayout | None:
-        """Parse an array's `zarr.json`.
+        """Parse the layout from an array's `zarr.json`.
 
         Returns:
-            None unless the array is exactly as `metadata` would describe it: little-endian, raw or compressed
-            with our codec, a crc32c after each chunk.
+            None unless the array has the form that mizarr writes: sharded, little-endian, uncompressed or
+            with zstd, a crc32c after each chunk.
         """
         try:
             (sharding,) = metadata["codecs"]
@@ -169,12 +172,12 @@ class ShardLayout:
 
     @property
     def plain(self) -> ShardLayout:
-        """The same layout without compression."""
+        """This layout without compression."""
         return replace(self, codec="")
 
     @property
     def native(self) -> np.dtype[Any]:
-        """Numpy dtype of the rows."""
+        """Numpy dtype of the stored numbers."""
         return DTYPES[self.dtype]
 
     @property
@@ -194,7 +197,7 @@ class ShardLayout:
 
     @property
     def n_chunks(self) -> int:
-        """Number of inner chunks in a shard."""
+        """Number of inner chunks in a full shard."""
         return self.rows // self.chunk_rows
 
     @property
@@ -214,23 +217,25 @@ class ShardLayout:
             layer: Layer number; None without a layer axis.
             segment: Number of the segment.
         """
-        place = [segment, *[0] * len(self.tail)]
-        return "/".join([variable, "c", *map(str, place if layer is None else [layer, *place])])
+        # An index per axis: a shard spans the whole length of all axes after that of the rows.
+        layer_index = [] if layer is None else [layer]
+        indices = [*layer_index, segment, *[0] * len(self.tail)]
+        return "/".join([variable, "c", *map(str, indices)])
 
     def metadata(self, shape: Sequence[int], dims: Sequence[str], attributes: Mapping[str, Any]) -> bytes:
-        """The `zarr.json` of an array with this layout; missing shards read as `fill`.
+        """Content of the `zarr.json` of an array with this layout; missing shards read as `fill`.
 
         Arguments:
             shape: Shape of the whole array, layer axis included.
-            dims: Names of its dimensions.
-            attributes: Plain JSON values.
+            dims: Names of the array's dimensions.
+            attributes: Attributes of the array, as plain JSON values.
         """
         front = [1] if self.layered else []
         sharding = {
             "name": "sharding_indexed",
             "configuration": {
                 "chunk_shape": [*front, self.chunk_rows, *self.tail],
-                "codecs": [LITTLE_ENDIAN, *_compressing(self), CRC32C],
+                "codecs": [LITTLE_ENDIAN, *_compression_codecs(self), CRC32C],
                 "index_codecs": [LITTLE_ENDIAN, CRC32C],
                 "index_location": "end",
             },
@@ -247,7 +252,7 @@ class ShardLayout:
 
 
 def file_checksum(*parts: Buffer) -> FileChecksum:
-    """Size and checksum of a file that consists of these buffers."""
+    """Size in bytes and checksum "sha256:…" of a file that consists of these buffers."""
     return sum(memoryview(part).nbytes for part in parts), content_digest(*parts)
 
 
@@ -265,9 +270,9 @@ def write_shards(
 
     Arguments:
         folder: The store's files.
-        shards: Path -> (rows of shape [rows, *tail], C order, in the layout's dtype; layout).
+        shards: Path -> (rows [rows, ...] in C order, in the layout's dtype; layout).
         threads: Number of threads that compute checksums, and again as many that write.
-        handed_over: Called when only the disk is waited for.
+        handed_over: Called when all work of the processor is done and only the disk is waited for.
 
     Returns:
         Path -> size and checksum of the file.
@@ -282,27 +287,29 @@ def write_shards(
     with ThreadPoolExecutor(max(1, min(threads, len(files)))) as pool:
         digests = {name: pool.submit(content_digest, *parts) for name, parts in files.items()}
 
-        def only_the_disk_is_left() -> None:
+        def hand_over_after_checksums() -> None:
             wait(digests.values())
             handed_over()
 
-        created = folder.put_all(files, threads=threads, handed_over=only_the_disk_is_left)
-        written = {}
+        created = folder.put_all(files, threads=threads, handed_over=hand_over_after_checksums)
+        checksums = {}
         for name, parts in files.items():
             # Reading our own file back would cost as much as writing it.
             if name in created:
-                written[name] = sum(memoryview(part).nbytes for part in parts), digests[name].result()
+                checksums[name] = sum(memoryview(part).nbytes for part in parts), digests[name].result()
             else:
-                written[name] = folder.measure(name)
-    return written
+                checksums[name] = folder.measure(name)
+    return checksums
 
 
 def shard_parts(name: str, rows: Array, layout: ShardLayout) -> list[Buffer]:
-    """Bytes of a shard as buffers to concatenate: views of `rows`, checksums, index. Copies no rows.
+    """Make the content of a shard file, as buffers to write one after another: rows, checksums, index.
+
+    Uncompressed rows are not copied: the buffers are views of them.
 
     Arguments:
         name: Path of the shard, for messages.
-        rows: [rows, *tail] in C order, in the dtype of the layout.
+        rows: [rows, ...] in C order, in the dtype of the layout.
         layout: Layout of the shard.
 
     Raises:
@@ -311,22 +318,18 @@ def shard_parts(name: str, rows: Array, layout: ShardLayout) -> list[Buffer]:
     _check_rows(name, rows, layout)
     # Views, not copies: a shard of 64 MiB is written from where the model's output lies.
     data = rows.reshape(-1).view(np.uint8)
+    starts = range(0, len(data), layout.chunk_bytes)
+    chunks = [data[start : start + layout.chunk_bytes] for start in starts]
+    # Zarr's chunks have a fixed size, so the last one is padded with zeros.
     if layout.codec:
-        starts = range(0, len(data), layout.chunk_bytes)
-        whole = (
-            data[start : start + layout.chunk_bytes].tobytes().ljust(layout.chunk_bytes, b"\0")
-            for start in starts
-        )
-        return coded_parts(whole, layout)
+        return coded_parts((chunk.tobytes().ljust(layout.chunk_bytes, b"\0") for chunk in chunks), layout)
     parts: list[Buffer] = []
-    for start in range(0, len(data), layout.chunk_bytes):
-        chunk = data[start : start + layout.chunk_bytes]
+    for chunk in chunks:
         parts.append(chunk.data)
         checksum = crc32c(chunk)
-        # Zarr's chunks have a fixed size, so the last one is padded with zeros.
-        short = layout.chunk_bytes - len(chunk)
-        for at in range(0, short, CHUNK_BYTES):
-            zeros = _ZEROS[: min(CHUNK_BYTES, short - at)]
+        padding = layout.chunk_bytes - len(chunk)
+        for start in range(0, padding, CHUNK_BYTES):
+            zeros = _ZEROS[: min(CHUNK_BYTES, padding - start)]
             parts.append(zeros)
             checksum = crc32c(zeros, checksum)
         parts.append(checksum.to_bytes(SUM_BYTES, "little"))
@@ -334,7 +337,7 @@ def shard_parts(name: str, rows: Array, layout: ShardLayout) -> list[Buffer]:
 
 
 def raw_parts(chunks: Sequence[bytes], layout: ShardLayout) -> list[Buffer]:
-    """Bytes of an uncompressed shard, as buffers.
+    """Make the content of an uncompressed shard file, as buffers to write one after another.
 
     Arguments:
         chunks: Rows of the first inner chunks, each of full size; the rest of the shard is absent.
@@ -348,7 +351,7 @@ def raw_parts(chunks: Sequence[bytes], layout: ShardLayout) -> list[Buffer]:
 
 
 def coded_parts(chunks: Iterable[bytes], layout: ShardLayout) -> list[Buffer]:
-    """Bytes of a compressed shard, as buffers.
+    """Make the content of a compressed shard file, as buffers to write one after another.
 
     Arguments:
         chunks: Uncompressed rows of the first inner chunks, each of full size.
@@ -365,23 +368,28 @@ def coded_parts(chunks: Iterable[bytes], layout: ShardLayout) -> list[Buffer]:
         numbers = np.frombuffer(chunk, layout.native if layout.native.kind in "fi" else np.uint16)
         # Byte shuffle groups exponent bytes, which are alike in neighbours; that is where the saving comes
         # from.
-        encoded = with_crc32c(blosc.compress(numbers, b"zstd", _LEVEL, blosc.SHUFFLE, _BLOCK_BYTES))
+        encoded = with_crc32c(blosc.compress(numbers, b"zstd", _ZSTD_LEVEL, blosc.SHUFFLE, _BLOCK_BYTES))
         parts.append(encoded)
         index[number] = offset, len(encoded)
         offset += len(encoded)
     return [*parts, with_crc32c(index.tobytes())]
 
 
-def _compressing(layout: ShardLayout) -> list[dict[str, Any]]:
-    """Compression codec in the JSON form of Zarr's `codecs`; empty without compression."""
+def _compression_codecs(layout: ShardLayout) -> list[dict[str, Any]]:
+    """Compression codec as listed in `zarr.json` under `codecs`; empty without compression."""
     if not layout.codec:
         return []
-    settings = {"cname": "zstd", "clevel": _LEVEL, "shuffle": "shuffle", "typesize": layout.native.itemsize}
+    settings = {
+        "cname": "zstd",
+        "clevel": _ZSTD_LEVEL,
+        "shuffle": "shuffle",
+        "typesize": layout.native.itemsize,
+    }
     return [{"name": "blosc", "configuration": {**settings, "blocksize": _BLOCK_BYTES}}]
 
 
 class ShardRows:
-    """Rows of a mapped shard, array-like and read-only, [rows, *tail]. Safe for any number of threads.
+    """Rows of a memory-mapped shard file as a read-only array-like, [rows, ...]. Safe for all threads.
 
     An integer or a slice within one chunk gives a view of the mapped file; longer slices, integer arrays and
     masks copy. No row is returned before the checksum of its chunk was verified, on the first access (or on
@@ -403,10 +411,10 @@ class ShardRows:
     ) -> None:
         """
         Arguments:
-            chunks: [chunk, row, *tail], a strided view of the mapped file.
-            rows: Number of valid rows.
+            chunks: [chunk, row, ...], a strided view of the mapped file.
+            rows: Number of valid rows; the rest is padding.
             label: Names these rows in error messages.
-            checks: Bytes [chunk, byte] and stored checksums [chunk]; None if there is nothing to verify.
+            checks: Bytes [chunk, byte] and stored crc32c [chunk]; None if there is nothing to verify.
             mapped: The file that `chunks` is a view of.
             stored_bytes: Bytes from the start of one chunk to the next in that file.
         """
@@ -415,7 +423,7 @@ class ShardRows:
         self.dtype = chunks.dtype
         self._chunks, self._label, self._checks = chunks, label, checks
         self._mapped, self._stored_bytes = mapped, stored_bytes
-        self._length = chunks.shape[1]
+        self._chunk_rows = chunks.shape[1]
         # Set to False per chunk after verification. Threads may race here: both verify, which is harmless.
         self._pending = np.full(len(chunks), checks is not None)
 
@@ -424,7 +432,7 @@ class ShardRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows as one array."""
+        """Bytes that all rows would have as one array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
@@ -435,23 +443,23 @@ class ShardRows:
         # The common case of one prompt: within one chunk it is a view, without a copy.
         if isinstance(key, slice) and key.step in (None, 1):
             start, stop, _ = key.indices(len(self))
-            number, offset = divmod(start, self._length)
-            if start < stop <= (number + 1) * self._length:
+            number, offset = divmod(start, self._chunk_rows)
+            if start < stop <= (number + 1) * self._chunk_rows:
                 return self._chunk(number)[offset : offset + stop - start]
             out = np.empty((max(0, stop - start), *self.shape[1:]), self.dtype)
-            for at, block in self.blocks(start, stop):
-                out[at : at + len(block)] = block
+            for position, block in self.blocks(start, stop):
+                out[position : position + len(block)] = block
             return out
         if isinstance(key, slice):
             return self._gather(np.arange(len(self))[key])
         if isinstance(key, int | np.integer):
-            number, offset = divmod(range(len(self))[key], self._length)
+            number, offset = divmod(range(len(self))[key], self._chunk_rows)
             row: Array = self._chunk(number)[offset]
             return row
         return self._gather(np.flatnonzero(key) if key.dtype == bool else key)
 
     def blocks(self, start: int, stop: int) -> Iterator[tuple[int, Array]]:
-        """Yield a range of rows as views, one chunk at a time, as (offset from `start`, rows).
+        """Yield a range of rows, one chunk at a time, as (offset from `start`, view of the rows).
 
         Copy each block before the next one: its checksum was just computed, so it is still in the CPU cache.
 
@@ -460,42 +468,47 @@ class ShardRows:
             stop: End of the range (exclusive).
         """
         if start < stop:
-            self._fetch(range(start // self._length, (stop - 1) // self._length + 1))
+            self._fetch(range(start // self._chunk_rows, (stop - 1) // self._chunk_rows + 1))
         row = start
         while row < stop:
-            number, offset = divmod(row, self._length)
-            end = min(stop, (number + 1) * self._length)
+            number, offset = divmod(row, self._chunk_rows)
+            end = min(stop, (number + 1) * self._chunk_rows)
             yield row - start, self._chunk(number)[offset : offset + end - row]
             row = end
 
     @property
     def is_fetched(self) -> bool:
-        """Whether rows are downloaded on first access instead of mapped from a local file."""
+        """Whether rows are downloaded from a bucket on first access instead of mapped from a local file."""
         return self._mapped is not None and not self._mapped.is_whole
 
     def release_pages(self) -> None:
-        """Release the pages of the map from this process's memory.
+        """Free the memory that the mapped file takes in this process.
 
-        They stay in the page cache of the system and are mapped again on the next access.
+        The pages stay in the page cache of the system and are mapped again on the next access.
         """
         if self._mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._mapped.data.madvise(mmap.MADV_DONTNEED)
 
-    def _located(self, rows: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Chunk of each row, and its offset in that chunk. IndexError for a row that does not exist."""
+    def _chunk_and_offset(self, rows: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Number of the chunk with each row, and the row's offset in it. IndexError for a row out of
+        range."""
         # Checked here because an index into the chunk view could reach padding rows after the last valid one.
         if rows.size and not -len(self) <= rows.min() <= rows.max() < len(self):
-            raise IndexError(f"expected rows below {len(self)}, found {rows.min()} to {rows.max()}")
-        return np.divmod(np.where(rows < 0, rows + len(self), rows), self._length)
+            raise IndexError(
+                f"{self._label or 'shard'}: expected row numbers below {len(self)}, found {rows.min()} to "
+                f"{rows.max()}"
+            )
+        return np.divmod(np.where(rows < 0, rows + len(self), rows), self._chunk_rows)
 
     def _gather(self, rows: npt.NDArray[Any]) -> Array:
-        number, offset = self._located(rows)
+        """Copy single rows, given by number, [len(rows), ...]."""
+        chunk_of_row, offset = self._chunk_and_offset(rows)
         if self._pending.any():
-            needed = np.unique(number)
-            self._fetch(needed)
-            for chunk_number in needed:
-                self._chunk(chunk_number)
-        gathered: Array = self._chunks[number, offset]
+            chunk_numbers = np.unique(chunk_of_row)
+            self._fetch(chunk_numbers)
+            for number in chunk_numbers:
+                self._chunk(number)  # verifies its checksum
+        gathered: Array = self._chunks[chunk_of_row, offset]
         return gathered
 
     def _fetch(self, numbers: Iterable[int]) -> None:
@@ -517,7 +530,7 @@ class ShardRows:
             self._mapped.fetch(ranges)
 
     def _chunk(self, number: int) -> Array:
-        """Rows of one chunk, [row, *tail], verified if that is still pending."""
+        """Rows of one chunk, [row, ...], after verifying its checksum if that is still pending."""
         if self._pending[number]:
             self._fetch((number,))
             self._check(number)
@@ -526,28 +539,29 @@ class ShardRows:
         return chunk
 
     def _check(self, number: int) -> None:
+        """Raise CorruptEntry unless a chunk matches its checksum."""
         if self._checks is None:
             return
         data, sums = self._checks
         expected, actual = int(sums[number]), crc32c(data[number])
         if expected != actual:
-            rows = range(number * self._length, min((number + 1) * self._length, len(self)))
+            rows = range(number * self._chunk_rows, min((number + 1) * self._chunk_rows, len(self)))
             raise CorruptEntry(
-                f"{self._label}: expected rows {rows.start} to {rows.stop - 1} with crc32c {expected:08x}, "
-                f"found {actual:08x}; {REPAIR}"
+                f"{self._label}: rows {rows.start} to {rows.stop - 1} are damaged: expected crc32c "
+                f"{expected:08x}, found {actual:08x}; {REPAIR}"
             )
 
 
 def read_shard(mapped: Mapped, layout: ShardLayout, rows: int, label: str = "") -> ShardRows:
-    """Open the rows of an uncompressed shard, [rows, *tail].
+    """Open an uncompressed shard file as an array-like [rows, ...].
 
-    Views of the mapped file if the chunks lie in order, as mizarr writes them. A shard that another writer
-    laid out differently is copied and verified at once.
+    Rows are views of the mapped file if its chunks lie in order, as mizarr writes them. A shard that another
+    program laid out differently is copied and verified at once.
 
     Arguments:
-        mapped: The file.
-        layout: Layout by the array's `zarr.json`.
-        rows: Number of valid rows.
+        mapped: The shard file.
+        layout: Layout of the file, as the array's `zarr.json` describes it.
+        rows: Number of valid rows; the rest of the shard is padding.
         label: Names these rows in error messages, in addition to the file.
 
     Raises:
@@ -557,47 +571,50 @@ def read_shard(mapped: Mapped, layout: ShardLayout, rows: int, label: str = "") 
     expect_room(layout, rows, label)
     fetch_index(mapped, layout)
     data, size = mapped.data, mapped.size
-    index, end = read_index(data, size, layout, label)
+    index, end_of_chunks = read_index(data, size, layout, label)
     # Other writers may order, omit or append chunks; only mizarr's own order allows one strided view over the
     # file.
-    is_ours = size == layout.file_bytes(rows) and np.array_equal(index, _index(rows, layout))
-    if not mapped.is_whole and not is_ours:
-        mapped.fetch([(0, end)])  # without our layout, nothing tells a missing chunk from zeros
-    if not is_ours:
-        return ShardRows(_in_order(data, end, index, layout, label).reshape(1, -1, *layout.tail), rows)
-    count = -(-rows // layout.chunk_rows)
-    chunks, checks = _chunks_at(data, layout, count, 0), _checks_at(data, layout, count, 0)
+    is_in_order = size == layout.file_bytes(rows) and np.array_equal(index, _index(rows, layout))
+    if not mapped.is_whole and not is_in_order:
+        # In another order, nothing distinguishes chunks that were not downloaded from zeros.
+        mapped.fetch([(0, end_of_chunks)])
+    if not is_in_order:
+        ordered = _ordered_copy(data, end_of_chunks, index, layout, label)
+        return ShardRows(ordered.reshape(1, -1, *layout.tail), rows)
+    n_chunks = -(-rows // layout.chunk_rows)
+    chunks, checks = _chunk_views(data, layout, n_chunks, 0), _check_views(data, layout, n_chunks, 0)
     return ShardRows(chunks, rows, label, checks=checks, mapped=mapped, stored_bytes=layout.stored_bytes)
 
 
 def expect_room(layout: ShardLayout, rows: int, label: str) -> None:
-    """Check that a shard has room for its rows.
+    """Check that a shard is long enough for the rows of its segment.
 
     Arguments:
-        layout: Layout by the array's `zarr.json`.
-        rows: Number of rows by the run's tokens.
+        layout: Layout of the shard, as the array's `zarr.json` describes it.
+        rows: Number of rows that the segment has, computed from the run's tokens.
         label: Names the shard in error messages.
 
     Raises:
-        CorruptEntry: There are more rows, so that the `zarr.json` belongs to another array.
+        CorruptEntry: The segment has more rows, so the `zarr.json` belongs to another array.
     """
     if rows > layout.rows:
         raise CorruptEntry(
-            f"{label}: expected a shard of at least {rows} rows, found {layout.rows}; {REPAIR}"
+            f"{label}: zarr.json describes shards of {layout.rows} rows, too few for the {rows} rows of this "
+            f"segment; {REPAIR}"
         )
 
 
 def fetch_index(mapped: Mapped, layout: ShardLayout) -> None:
-    """Download the index of a shard in an object store, unless it is present already.
+    """Download the index at the end of a shard file in a bucket, unless it is present already.
 
     Arguments:
-        mapped: The file.
+        mapped: The shard file.
         layout: Layout of the shard.
     """
-    end = mapped.size - layout.index_bytes
+    start = mapped.size - layout.index_bytes
     # Bytes that are not present read as zeros, which fail the checksum.
-    if not mapped.is_whole and end >= 0 and not _index_is_sound(mapped.data, end, layout):
-        mapped.fetch([(end, mapped.size)])
+    if not mapped.is_whole and start >= 0 and not _has_valid_index(mapped.data, start, layout):
+        mapped.fetch([(start, mapped.size)])
 
 
 def read_index(
@@ -607,32 +624,35 @@ def read_index(
 
     Arguments:
         data: Content of the file.
-        size: Number of its bytes.
+        size: Size of the file in bytes.
         layout: Layout of the shard.
         label: Names the shard in error messages.
 
     Returns:
-        (offset, bytes) of each chunk, [chunk, 2], and the offset of the index.
+        (offset, bytes) of each chunk, [chunk, 2]; and the offset of the index, where the chunks end.
 
     Raises:
         CorruptEntry: The file is cut short, or the index does not match its checksum.
     """
     if size < layout.index_bytes:
-        raise CorruptEntry(f"{label}: expected at least {layout.index_bytes} bytes, found {size}; {REPAIR}")
-    end = size - layout.index_bytes
-    if not _index_is_sound(data, end, layout):
+        raise CorruptEntry(
+            f"{label}: the file is cut short: expected at least {layout.index_bytes} bytes, found {size}; "
+            f"{REPAIR}"
+        )
+    index_start = size - layout.index_bytes
+    if not _has_valid_index(data, index_start, layout):
         raise CorruptEntry(f"{label}: the shard index does not match its crc32c; {REPAIR}")
-    return np.frombuffer(data, "<u8", 2 * layout.n_chunks, end).reshape(-1, 2), end
+    return np.frombuffer(data, "<u8", 2 * layout.n_chunks, index_start).reshape(-1, 2), index_start
 
 
-def _index_is_sound(data: mmap.mmap | bytes, end: int, layout: ShardLayout) -> bool:
-    """Whether the index that starts at `end` matches its crc32c."""
-    stored = bytes(data[end : end + layout.index_bytes])
+def _has_valid_index(data: mmap.mmap | bytes, start: int, layout: ShardLayout) -> bool:
+    """Whether the index of a shard file, which begins at byte `start`, matches its crc32c."""
+    stored = bytes(data[start : start + layout.index_bytes])
     return stored == with_crc32c(stored[:-SUM_BYTES])
 
 
-def _chunks_at(mapped: mmap.mmap, layout: ShardLayout, count: int, offset: int) -> Array:
-    """The first `count` consecutive chunks as a view [chunk, row, *tail].
+def _chunk_views(mapped: mmap.mmap, layout: ShardLayout, count: int, offset: int) -> Array:
+    """View of `count` consecutive chunks of a mapped file from byte `offset` on, [chunk, row, ...].
 
     8-byte numbers may be unaligned, as each chunk is followed by a checksum of 4 bytes; numpy allows that.
     """
@@ -643,8 +663,11 @@ def _chunks_at(mapped: mmap.mmap, layout: ShardLayout, count: int, offset: int) 
     return flat.reshape(count, layout.chunk_rows, *layout.tail)
 
 
-def _checks_at(mapped: mmap.mmap, layout: ShardLayout, count: int, offset: int) -> tuple[Array, Array] | None:
-    """Views of `count` consecutive chunks: bytes [chunk, byte] and checksums [chunk]; None for no chunk."""
+def _check_views(
+    mapped: mmap.mmap, layout: ShardLayout, count: int, offset: int
+) -> tuple[Array, Array] | None:
+    """Views of `count` consecutive chunks from byte `offset` on: their bytes [chunk, byte] and checksums
+    [chunk]; None if `count` is 0."""
     if not count:
         return None
     strides = (layout.stored_bytes, 1)
@@ -653,31 +676,32 @@ def _checks_at(mapped: mmap.mmap, layout: ShardLayout, count: int, offset: int) 
     return data, sums
 
 
-def _in_order(
-    mapped: mmap.mmap, end: int, index: npt.NDArray[np.uint64], layout: ShardLayout, label: str
+def _ordered_copy(
+    mapped: mmap.mmap, end_of_chunks: int, index: npt.NDArray[np.uint64], layout: ShardLayout, label: str
 ) -> Array:
-    """Copy the chunks of a shard that another writer laid out: in any order, absent ones as the fill
-    value."""
+    """Copy the chunks of a shard that another program laid out in any order, [chunk, row, ...]; absent ones
+    become the fill value."""
     # Before np.full allocates what a manipulated zarr.json claims.
     if layout.n_chunks * layout.chunk_bytes > MOST_BYTES:
         raise CorruptEntry(
-            f"{label}: expected at most {MOST_BYTES} bytes of rows, found a layout of "
-            f"{layout.n_chunks * layout.chunk_bytes}; {REPAIR}"
+            f"{label}: zarr.json claims a shard of {layout.n_chunks * layout.chunk_bytes} bytes, more than "
+            f"the allowed {MOST_BYTES}; {REPAIR}"
         )
     chunks = np.full((layout.n_chunks, layout.chunk_rows, *layout.tail), layout.fill, layout.native)
     for n, (offset, length) in enumerate(index.tolist()):
         if offset == length == ABSENT:
             continue
-        if length != layout.stored_bytes or offset + length > end:
-            raise CorruptEntry(f"{label}: the shard index points outside of the chunks; {REPAIR}")
-        chunk, checks = _chunks_at(mapped, layout, 1, offset), _checks_at(mapped, layout, 1, offset)
+        if length != layout.stored_bytes or offset + length > end_of_chunks:
+            raise CorruptEntry(f"{label}: the shard index names bytes outside of the file; {REPAIR}")
+        chunk, checks = _chunk_views(mapped, layout, 1, offset), _check_views(mapped, layout, 1, offset)
         chunks[n] = ShardRows(chunk, layout.chunk_rows, label, checks=checks)[:]
     chunks.flags.writeable = False
     return chunks
 
 
 def _index(rows: int, layout: ShardLayout) -> npt.NDArray[np.uint64]:
-    """The index mizarr writes: (offset, bytes) per chunk, chunks after the last row absent."""
+    """Index of a shard as mizarr writes it: (offset, bytes) per chunk; chunks after the last row are
+    absent."""
     index = np.full((layout.n_chunks, 2), np.uint64(ABSENT), "<u8")
     count = -(-rows // layout.chunk_rows)
     index[:count, 0] = np.arange(count, dtype=np.uint64) * np.uint64(layout.stored_bytes)
@@ -686,6 +710,7 @@ def _index(rows: int, layout: ShardLayout) -> npt.NDArray[np.uint64]:
 
 
 def _check_rows(name: str, rows: Array, layout: ShardLayout) -> None:
+    """Raise ShapeError unless rows have the dtype and shape of the layout, in C order."""
     if rows.dtype != layout.native or rows.shape[1:] != layout.tail or len(rows) > layout.rows:
         raise ShapeError(
             f"{name}: expected {layout.dtype} of shape [0..{layout.rows}, {', '.join(map(str, layout.tail))}]"
@@ -693,15 +718,15 @@ def _check_rows(name: str, rows: Array, layout: ShardLayout) -> None:
         )
     # A silent copy here would double the memory of a segment, which was reserved exactly.
     if not rows.flags.c_contiguous:
-        raise ShapeError(f"{name}: expected rows in C order; make them contiguous before they are written")
+        raise ShapeError(f"{name}: expected rows in C order, found another order; use np.ascontiguousarray")
 
 
 def crc32c(data: Array | bytes, before: int = 0) -> int:
-    """CRC-32C (Castagnoli).
+    """CRC-32C checksum (Castagnoli) of bytes.
 
     Arguments:
         data: The bytes, or an array of them.
-        before: Checksum of the bytes that precede them; 0 for none.
+        before: Checksum of the bytes that precede them, to be continued; 0 for none.
     """
     import google_crc32c
 
@@ -709,5 +734,5 @@ def crc32c(data: Array | bytes, before: int = 0) -> int:
 
 
 def with_crc32c(data: bytes) -> bytes:
-    """The bytes followed by their checksum, as Zarr's codec `crc32c` stores them."""
+    """The bytes followed by their CRC-32C (4 bytes, little-endian), as Zarr's codec `crc32c` stores them."""
     return data + crc32c(data).to_bytes(SUM_BYTES, "little")

@@ -15,7 +15,7 @@ VOCABULARIES = "vocabularies"
 """Folder in the store with one record of token strings per tokenizer."""
 
 _registered: dict[str, Callable[[], Sequence[str] | None]] = {}
-"""Loader of token strings by the tokenizer's digest."""
+"""Functions that load token strings, by the digest of the tokenizer."""
 
 
 def register_vocabulary(tokenizer: str, load: Callable[[], Sequence[str] | None]) -> None:
@@ -23,13 +23,13 @@ def register_vocabulary(tokenizer: str, load: Callable[[], Sequence[str] | None]
 
     Arguments:
         tokenizer: Digest of the tokenizer.
-        load: Returns the strings by token id, or None if they cannot be had.
+        load: Returns the token strings by id, or None if the tokenizer cannot be loaded.
     """
     _registered[tokenizer] = load
 
 
 def registered_vocabulary(tokenizer: str) -> Callable[[], Sequence[str] | None] | None:
-    """Loader registered for a tokenizer's digest, or None."""
+    """Function that loads the token strings of a tokenizer (by digest); None if none is registered."""
     return _registered.get(tokenizer)
 
 
@@ -48,7 +48,7 @@ def put_vocabulary(files: Folder, tokenizer: str, tokens: Sequence[str]) -> None
 
 
 def read_vocabulary(files: Folder, tokenizer: str) -> list[str] | None:
-    """Token strings by token id; None if they are not stored.
+    """Read the token strings of a tokenizer, indexed by token id; None if they are not stored.
 
     Arguments:
         files: The store's files.
@@ -64,9 +64,9 @@ def read_vocabulary(files: Folder, tokenizer: str) -> list[str] | None:
     try:
         return [str(token) for token in tokens]
     except TypeError as error:
-        raise CorruptEntry(f"{name}: expected token strings, found {error}; {REPAIR}") from error
+        raise CorruptEntry(f"{name}: expected a list of token strings, found {error}; {REPAIR}") from error
 
 
 def vocabulary_path(tokenizer: str) -> str:
-    """Path of the record of token strings, relative to the store."""
+    """Path of the file with a tokenizer's token strings, relative to the store."""
     return f"{VOCABULARIES}/{tokenizer.removeprefix('sha256:')}.json"

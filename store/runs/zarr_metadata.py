@@ -30,7 +30,7 @@ def array_metadata(
     fill_value: Any,
     attributes: Mapping[str, Any],
 ) -> bytes:
-    """The `zarr.json` of an array.
+    """Content of the `zarr.json` of an array, byte for byte as zarr-python writes it.
 
     Arguments:
         data_type: Zarr's name of the dtype, such as "float32" or "string".
@@ -39,7 +39,7 @@ def array_metadata(
         codecs: Codecs in the order in which they encode a chunk.
         dims: Dimension names; () for a scalar.
         fill_value: Value of missing chunks, as JSON spells it (such as "NaN").
-        attributes: Plain JSON values.
+        attributes: Attributes of the array or group, as plain JSON values.
     """
     metadata = {
         "shape": shape,
@@ -58,9 +58,9 @@ def array_metadata(
 
 
 def group_metadata(attributes: Mapping[str, Any]) -> bytes:
-    """The `zarr.json` of a group.
+    """Content of the `zarr.json` of a group, byte for byte as zarr-python writes it.
 
     Arguments:
-        attributes: Plain JSON values.
+        attributes: Attributes of the array or group, as plain JSON values.
     """
     return json.dumps({"attributes": attributes, "zarr_format": 3, "node_type": "group"}, indent=2).encode()

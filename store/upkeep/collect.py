@@ -28,7 +28,7 @@ from ..runs.claims import TTL
 from ..sealed import read_json
 from .lineage import inputs_of
 
-_LEASE = 300.0  # seconds until a lease expires without a sign of life from its holder
+_LEASE_SECONDS = 300.0  # a lease expires so long after its holder last renewed it
 
 
 @dataclass(frozen=True)
@@ -36,101 +36,109 @@ class Usage:
     """Disk usage of one run or result."""
 
     data: str
-    """Folder, relative to the store."""
+    """Folder of the run or result, relative to the store, such as "data/ab/ab12…"."""
     kind: str
     """"activation" for a run, or "result"."""
     labels: tuple[str, ...]
-    """Labels of its published records."""
+    """Labels of the published arrays, such as "resid_post/5", or of the result, such as "logit_lens/1"."""
     bytes: int
-    """Bytes of all files."""
+    """Bytes of all files in the folder."""
     files: int
-    """Number of files."""
+    """Number of files in the folder."""
     used: float
     """Last known use, seconds since the epoch; never later than now."""
 
 
 @dataclass(frozen=True)
 class GcReport:
-    """What gc removed, or would remove in a dry run."""
+    """What a garbage collection removed, or would remove in a dry run."""
 
     removed: tuple[str, ...] = ()
-    """Folders of runs and results."""
+    """Removed folders of runs and results, relative to the store."""
     leftovers: tuple[str, ...] = ()
-    """Single files of killed writers."""
+    """Removed single files that killed writers left behind, relative to the store."""
     bytes: int = 0
-    """Bytes of both."""
+    """Bytes of the removed folders and files."""
     kept_bytes: int = 0
-    """Bytes that remain."""
+    """Bytes of data that remain in the store."""
     over_quota: int = 0
-    """Bytes that remain above the quota, because they are pinned, new or leased."""
+    """Bytes by which the store still exceeds the quota, because the rest is pinned, new or in use."""
     dry_run: bool = False
-    """Whether nothing was removed."""
+    """Whether this was a dry run, which removes nothing."""
 
 
 def usage(store: Catalog) -> list[Usage]:
-    """Disk usage of every run and result, largest first."""
-    labels: dict[str, list[Record]] = {}
+    """Measure the disk usage of every run and result, largest first."""
+    records_of: dict[str, list[Record]] = {}  # by folder
     for record in store.records():
-        labels.setdefault(record.data, []).append(record)
-    used, now = store.index.last_used(), store.files.now()
+        records_of.setdefault(record.data, []).append(record)
+    last_used, now = store.index.last_used(), store.files.now()
     usages = []
-    for data in store.folders():
-        count, total, newest = measure(store.files, data)
-        kind = ACTIVATION if store.files.size(f"{data}/zarr.json") is not None else "result"
-        names = tuple(record.label for record in labels.get(data, ()))
+    for folder in store.folders():
+        n_files, n_bytes, newest_change = measure(store.files, folder)
+        # The group file of a run lies in its folder, that of a result one level below.
+        kind = ACTIVATION if store.files.size(f"{folder}/zarr.json") is not None else "result"
+        labels = tuple(record.label for record in records_of.get(folder, ()))
         # Times in the future (a clock that was set back) count as now, which keeps the folder.
-        last = min(max(used.get(data, 0.0), newest), now)
-        usages.append(Usage(data, kind, names, total, count, last))
+        used = min(max(last_used.get(folder, 0.0), newest_change), now)
+        usages.append(Usage(folder, kind, labels, n_bytes, n_files, used))
     return sorted(usages, key=lambda item: (-item.bytes, item.data))
 
 
 def gc(store: Catalog, *, grace: float, quota: int | None, dry_run: bool) -> GcReport:
-    """Remove leftovers, then what is over quota. ReadOnlyStore unless it is a dry run.
+    """Collect garbage: remove leftovers of killed writers, then the least recently used data above a quota.
 
     Arguments:
         store: The store.
-        grace: Seconds for which new files are safe, as their writer may still be at work.
+        grace: Age in seconds below which nothing is removed, as its writer may still be at work.
         quota: Bytes that may remain; None for no limit.
-        dry_run: Whether to report only.
+        dry_run: Whether to report what would be removed, and remove nothing.
+
+    Raises:
+        ReadOnlyStore: The store was opened with mode="r", and this is no dry run.
     """
     if store.read_only and not dry_run:
         raise ReadOnlyStore(
-            f"cannot collect in {store.address}: opened with mode='r'; use dry_run=True to look"
+            f"cannot collect garbage in {store.address}, which was opened with mode='r'; open it with "
+            "mode='a', or give dry_run=True to see what would be removed"
         )
-    horizon = store.files.now() - grace
+    newest_removable = store.files.now() - grace
     folders = usage(store)
-    keys: dict[str, list[Record]] = {}
+    records: dict[str, list[Record]] = {}  # by folder
     for record in store.records():
-        keys.setdefault(record.data, []).append(record)
-    spare = marked(store, keys, horizon)
-    # Without a key: attempts and unfinished runs of killed writers, which go by age, whatever the quota.
+        records.setdefault(record.data, []).append(record)
+    protected = marked(store, records, newest_removable)
+    # Folders without a record were left by killed writers. They go by age, whatever the quota.
     removable = [
         folder
         for folder in folders
-        if folder.data not in keys and folder.data not in spare and folder.used < horizon
+        if folder.data not in records and folder.data not in protected and folder.used < newest_removable
     ]
     kept_bytes = sum(folder.bytes for folder in folders) - sum(folder.bytes for folder in removable)
     if quota is not None:
         for folder in sorted(folders, key=lambda folder: folder.used):
             if kept_bytes <= quota:
                 break
-            if folder.data in keys and folder.data not in spare:
+            if folder.data in records and folder.data not in protected:
                 removable.append(folder)
                 kept_bytes -= folder.bytes
-    removed = {folder.data for folder in removable}
-    strays = [path for path in _strays(store, horizon) if not any(path.startswith(f"{d}/") for d in removed)]
-    stray_bytes = sum(store.files.size(path) or 0 for path in strays)
+    removed_folders = tuple(f"{folder.data}/" for folder in removable)
+    leftovers = [
+        path for path in _leftover_files(store, newest_removable) if not path.startswith(removed_folders)
+    ]
+    leftover_bytes = sum(store.files.size(path) or 0 for path in leftovers)
     if not dry_run:
         for folder in removable:
-            _remove(store, folder.data, keys.get(folder.data, []))
-        for path in strays:
+            _remove(store, folder.data, records.get(folder.data, []))
+        for path in leftovers:
             store.files.delete(path)
+    kept_bytes -= leftover_bytes
     return GcReport(
         removed=tuple(folder.data for folder in removable),
-        leftovers=tuple(strays),
-        bytes=sum(folder.bytes for folder in removable) + stray_bytes,
-        kept_bytes=kept_bytes - stray_bytes,
-        over_quota=max(0, kept_bytes - stray_bytes - quota) if quota is not None else 0,
+        leftovers=tuple(leftovers),
+        bytes=sum(folder.bytes for folder in removable) + leftover_bytes,
+        kept_bytes=kept_bytes,
+        over_quota=max(0, kept_bytes - quota) if quota is not None else 0,
         dry_run=dry_run,
     )
 
@@ -141,95 +149,101 @@ def marked(
     horizon: float,
     notes: Callable[[str], Sequence[Mapping[str, Any]]] | None = None,
 ) -> set[str]:
-    """Folders protected from gc: pinned, new or leased ones, and the inputs they were computed from.
+    """Find the folders that garbage collection keeps: pinned, new or in use, and all they were computed from.
 
     Arguments:
         store: The store.
         keys: Published records by folder.
-        horizon: Seconds since the epoch; younger records are kept.
-        notes: Provenance of a folder, if the caller has a cache of it; by default it is read.
+        horizon: Seconds since the epoch; records published from then on are new.
+        notes: Function that returns the provenance notes of a folder, such as a cache; None reads them.
     """
-    read = notes or partial(get_provenance, store.files)
-    pinned = set(store.pins().values())
-    leased = _leased(store)
+    notes_of = notes or partial(get_provenance, store.files)
+    pinned_keys = set(store.pins().values())
+    in_use = _folders_in_use(store)
     roots = []
-    for data, records in keys.items():
+    for data_folder, records in keys.items():
         # By the key's time, not the data's: a run that took days is new when it is published.
         is_new = any(_mtime(store.files, record.path) >= horizon for record in records)
-        if data in leased or is_new or any(record.key in pinned for record in records):
-            roots.append(data)
-    by_content: dict[str, set[str]] = {}
-    for data, records in keys.items():
+        if data_folder in in_use or is_new or any(record.key in pinned_keys for record in records):
+            roots.append(data_folder)
+    folders_of_content: dict[str, set[str]] = {}
+    for data_folder, records in keys.items():
         for record in records:
-            by_content.setdefault(record.content, set()).add(data)
+            folders_of_content.setdefault(record.content, set()).add(data_folder)
     # Walk from the roots to their inputs. Contents identify inputs, as several folders may hold equal ones.
-    reached, waiting = set(leased), roots
+    reached, waiting = set(in_use), roots
     while waiting:
-        data = waiting.pop()
-        if data not in reached or data in leased:
-            reached.add(data)
-            parents = {
-                parent
-                for note in read(data)
-                for contents in inputs_of(note).values()
-                for content in contents
-                for parent in by_content.get(content, ())
+        data_folder = waiting.pop()
+        # Folders in use are reached from the start, and their inputs are still to be found.
+        if data_folder not in reached or data_folder in in_use:
+            reached.add(data_folder)
+            inputs = {
+                content
+                for note in notes_of(data_folder)
+                for group in inputs_of(note).values()
+                for content in group
             }
-            waiting += [parent for parent in parents if parent not in reached]
+            input_folders = {folder for content in inputs for folder in folders_of_content.get(content, ())}
+            waiting += [folder for folder in input_folders if folder not in reached]
     return reached
 
 
-def _leased(store: Catalog) -> set[str]:
-    """Folders in use: those with a lease or claim whose holder still renews it."""
+def _folders_in_use(store: Catalog) -> set[str]:
+    """Folders that another process reads or computes: those with a lease or claim that is still renewed."""
     now, in_use = store.files.now(), set()
     for name in store.files.list("leases"):
-        if now - _mtime(store.files, name) < _LEASE and (text := store.files.get(name)) is not None:
+        is_alive = now - _mtime(store.files, name) < _LEASE_SECONDS
+        if is_alive and (text := store.files.get(name)) is not None:
             in_use.add(_leased_folder(store.files.where(name), text))
-    for data in store.folders():
+    for folder in store.folders():
         # A run under computation has no lease, but its workers renew claims.
-        claims = (stat for name, stat in store.files.stamps(f"{data}/seg") if name.endswith(".claim"))
+        claims = (stat for name, stat in store.files.stamps(f"{folder}/seg") if name.endswith(".claim"))
         if any(now - stat.modified < TTL for stat in claims):
-            in_use.add(data)
+            in_use.add(folder)
     return in_use
 
 
 def _leased_folder(name: str, text: bytes) -> str:
-    """The folder that a lease protects; CorruptEntry for a damaged lease."""
+    """Parse a lease file and return the folder that it protects; CorruptEntry if it is damaged."""
     try:
         return str(read_json(text)["data"])
     except (ValueError, LookupError, TypeError) as error:
         raise CorruptEntry(
-            f"{name}: expected a lease, found {error}; the folder it protects is unknown: remove it"
+            f"the lease file {name} is damaged ({error}), so the folder that it protects from garbage "
+            "collection is unknown; remove the file once no other process uses the store"
         ) from error
 
 
-def _strays(store: Catalog, horizon: float) -> list[str]:
-    """Temporary files of killed writers, and expired leases and claims, older than the horizon."""
-    strays = []
+def _leftover_files(store: Catalog, newest_removable: float) -> list[str]:
+    """Temporary files of killed writers, and expired leases and claims, last modified before a time in
+    seconds since the epoch."""
+    leftovers = []
     for part in ("data", "keys", "pins", "leases", "vocabularies", "annotations"):
         for name, stat in store.files.walk(part):
+            # Names of temporary files and folders begin with a dot.
             is_temporary = any(step.startswith(".") for step in name.split("/"))
-            is_stray = is_temporary or name.endswith(".claim") or part == "leases"
-            if is_stray and stat.modified < horizon:
-                strays.append(name)
-    return sorted(strays)
+            is_leftover = is_temporary or name.endswith(".claim") or part == "leases"
+            if is_leftover and stat.modified < newest_removable:
+                leftovers.append(name)
+    return sorted(leftovers)
 
 
-def _remove(store: Catalog, data: str, keys: list[Record]) -> None:
-    for record in keys:
+def _remove(store: Catalog, folder: str, records: list[Record]) -> None:
+    """Remove the folder of a run or result, and its records."""
+    for record in records:
         store.files.delete(record.path)
-    # Keys are gone by now. Then manifests, so that no moment exists in which `verify` sees a manifest of
-    # missing files.
-    store.files.delete(f"{data}/manifest.json")
-    store.files.remove_tree(f"{data}/manifest")
-    store.files.remove_tree(data)
-    store.index.forget(data)
+    # No record names the folder now. Manifests before data: otherwise `verify` could see a manifest whose
+    # files are missing.
+    store.files.delete(f"{folder}/manifest.json")
+    store.files.remove_tree(f"{folder}/manifest")
+    store.files.remove_tree(folder)
+    store.index.forget(folder)
     forget_entries()  # a cached entry may have files of this folder mapped
 
 
 @contextmanager
 def lease(store: Catalog, record: Record) -> Iterator[None]:
-    """Context that protects a folder from gc by a lease file that is renewed.
+    """Context manager: protect a folder from garbage collection, by a lease file that a thread renews.
 
     Arguments:
         store: The store; nothing is protected in a read-only one.
@@ -245,10 +259,9 @@ def lease(store: Catalog, record: Record) -> Iterator[None]:
             store.files.touch(name)
 
     try:
-        # Unsealed, unlike records: a lease decides no number, and its time of modification is all that
-        # counts.
+        # Without a checksum, unlike records: a lease decides no number, only its modification time counts.
         store.files.put_new(name, as_json({"data": record.data, "key": record.key}))
-        with Repeated(_LEASE / 4, keep_alive, "mizarr-lease"):
+        with Repeated(_LEASE_SECONDS / 4, keep_alive, "mizarr-lease"):
             yield
     finally:
         try:
@@ -259,7 +272,7 @@ def lease(store: Catalog, record: Record) -> Iterator[None]:
 
 
 def measure(files: Folder, data: str) -> tuple[int, int, float]:
-    """Disk usage of a folder.
+    """Measure the disk usage of a folder.
 
     Arguments:
         files: The store's files.
@@ -268,13 +281,15 @@ def measure(files: Folder, data: str) -> tuple[int, int, float]:
     Returns:
         Number of files, their bytes, and the time of the newest change in seconds since the epoch.
     """
-    top = files.folder_stat(data)  # counts as a change in a folder that is still empty
-    count, total, newest = 0, 0, 0.0 if top is None else top.modified
+    folder = files.folder_stat(data)
+    # A folder that is still empty was changed when it was created.
+    n_files, n_bytes, newest_change = 0, 0, 0.0 if folder is None else folder.modified
     for _, stat in files.walk(data):
-        count, total, newest = count + 1, total + stat.size, max(newest, stat.modified)
-    return count, total, newest
+        n_files, n_bytes, newest_change = n_files + 1, n_bytes + stat.size, max(newest_change, stat.modified)
+    return n_files, n_bytes, newest_change
 
 
 def _mtime(files: Folder, name: str) -> float:
+    """Time of a file's last change, in seconds since the epoch; 0 if the file is missing."""
     stat = files.stat(name)
     return 0.0 if stat is None else stat.modified

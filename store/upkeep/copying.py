@@ -40,16 +40,16 @@ Files = Mapping[str, tuple[int, str]]
 
 @dataclass
 class Copied:
-    """Outcome of a copy, as lists of keys."""
+    """Outcome of copying data to another store, as lists of keys (64 hex digits)."""
 
     copied: list[str] = field(default_factory=list)
     """Keys that this call made visible in the target."""
     present: list[str] = field(default_factory=list)
     """Keys present in the target already, with equal content."""
     different: list[str] = field(default_factory=list)
-    """Keys in the target already, with another content, which stays."""
+    """Keys present in the target already, with other content, which was kept."""
     bytes: int = 0
-    """Bytes written."""
+    """Bytes written to the target."""
 
 
 def copy(
@@ -59,15 +59,15 @@ def copy(
     progress: Callable[[int], None] = lambda done: None,
     codec: str | None = None,
 ) -> Copied:
-    """Copy the runs and results of some records.
+    """Copy published arrays and results from one store to another.
 
     Arguments:
         source: Store to read.
         target: Store to write.
-        records: Published records of `source`.
+        records: Records of the arrays and results to copy, from `source`.
         progress: Called with the bytes written so far.
-        codec: Compression of shards in the target, "none" for none, None as in the source. An array of which
-            the target has some layers keeps the codec it has there.
+        codec: Compression of shards in the target: "zstd", "none", or None to keep that of the source. An
+            array of which the target has some layers keeps the codec it has there.
 
     Raises:
         ConfigError: The codec is unknown.
@@ -76,14 +76,18 @@ def copy(
         StoreFull: The disk or quota of the target is full.
     """
     if target.read_only:
-        raise ReadOnlyStore(f"cannot copy into {target.address}: opened with mode='r'; use mode='a'")
+        raise ReadOnlyStore(
+            f"cannot copy into the store {target.address}, which was opened with mode='r'; open it with "
+            "mode='a'"
+        )
     check_codec(codec)
     outcome = Copied()
     for record in _with_scales(source, records):
         existing = target.lookup(record.key)
         if existing is not None:
-            # Never overwritten, even if different: the target's downstream keys contain its own content.
-            (outcome.present if existing.content == record.content else outcome.different).append(record.key)
+            # Never overwritten, even if different: keys of later results in the target contain its content.
+            is_same = existing.content == record.content
+            (outcome.present if is_same else outcome.different).append(record.key)
             continue
         try:
             # Otherwise a gc in the source could remove files between the listing and the copy.
@@ -106,28 +110,30 @@ def copy(
 
 
 def _with_scales(source: Catalog, records: Iterable[Record]) -> Iterator[Record]:
-    """Yield each record once, the record of an int8 variable's scales before its own."""
-    seen: set[str] = set()
-    runs: dict[str, Mapping[str, Any]] = {}
+    """Yield each record once; before the record of an int8 array, that of its scales, without which it has
+    no meaning."""
+    yielded_keys: set[str] = set()
+    attributes_of_run: dict[str, Mapping[str, Any]] = {}  # by folder
     for record in records:
-        batch = [record]
+        batch: list[Record | None] = [record]
+        # Labels of arrays are "variable/layer", or "variable" without layers.
         variable, slash, layer = record.label.partition("/")
         if record.kind == ACTIVATION and not is_scale(variable):
-            if record.data not in runs:
-                runs[record.data] = _run_attributes(source, record)
-            attributes = runs[record.data]
+            if record.data not in attributes_of_run:
+                attributes_of_run[record.data] = _run_attributes(source, record)
+            attributes = attributes_of_run[record.data]
             if attributes.get("dtype") == QUANTISED:
                 run = RunKey.of_request(attributes["run"])
                 key = ActivationKey(run, scale_name(variable), int(layer) if slash else None, QUANTISED)
-                batch = [*([scales] if (scales := source.lookup(key.digest)) else []), record]
+                batch = [source.lookup(key.digest), record]
         for item in batch:
-            if item.key not in seen:
-                seen.add(item.key)
+            if item is not None and item.key not in yielded_keys:
+                yielded_keys.add(item.key)
                 yield item
 
 
 def _run_attributes(source: Catalog, record: Record) -> Mapping[str, Any]:
-    """Group attributes of a record's run; {} if gc removed it meanwhile."""
+    """Description of the run that an array belongs to; empty if garbage collection removed it meanwhile."""
     try:
         attributes: Mapping[str, Any] = group_attributes(source.files, record.data)["mizarr"]
     except EntryNotFound:
@@ -138,65 +144,76 @@ def _run_attributes(source: Catalog, record: Record) -> Mapping[str, Any]:
 
 
 def _copy_result(source: Catalog, target: Catalog, record: Record, outcome: Copied) -> None:
+    """Copy the files, manifest and notes of a result, but not its record."""
     name = f"{record.data}/manifest.json"
-    text = _text(source, name)
+    text = _required_file(source, name)
     _put_files(source, target, record.data, files_of(name, unsealed(name, text)), outcome)
     put_text(target, name, text)
     _put_notes(source, target, record.data)
 
 
 def _copy_array(source: Catalog, target: Catalog, record: Record, outcome: Copied, codec: str | None) -> None:
-    """Copy one cell of a run: its labels first, then shards, segment records and manifest."""
+    """Copy one array (variable, layer) of a run: labels of the run, then shards, segment records,
+    manifest."""
     data, name = record.data, f"{record.data}/{manifest_of(record)}"
     _put_run(source, target, data, outcome)
-    text = _text(source, name)
+    text = _required_file(source, name)
     manifest = unsealed(name, text, ("variable", "files", PLAIN))
     variable, cell = str(manifest["variable"]), record.label.replace("/", ".")
-    listed: Files = files_of(name, manifest)
-    plain: Files = files_of(name, manifest, PLAIN)
+    shards: Files = files_of(name, manifest)
+    uncompressed: Files = files_of(name, manifest, PLAIN)
     if (recoding := recoding_of(source, target, data, variable, codec)) is not None:
         recoding.describe(target)
-        listed, plain = _recode(source, target, recoding, listed, plain or listed, outcome)
-        # A new manifest: sizes and checksums are those of the recoded files, R stays.
-        text = sealed({**manifest, "files": listed, PLAIN: plain})
+        shards, uncompressed = _recode(source, target, recoding, shards, uncompressed or shards, outcome)
+        # A new manifest: sizes and checksums are those of the recoded files, the content digest stays.
+        text = sealed({**manifest, "files": shards, PLAIN: uncompressed})
     else:
         for file_name in (f"{data}/{variable}/zarr.json", f"{data}/{metadata_record(variable)}"):
             if (content := source.files.get(file_name)) is not None:
                 put_text(target, file_name, content)
-        _put_files(source, target, data, listed, outcome)
-    for n, (file, stored) in enumerate(listed.items()):
-        stands_for = {file: plain[file]} if plain else {}
-        # One record per cell instead of the source's per pass, because only some cells of a pass may be
-        # copied.
-        segment = {"segment": n, "cells": [cell], "files": {file: stored}, PLAIN: stands_for}
+        _put_files(source, target, data, shards, outcome)
+    for n, (file, checksum) in enumerate(shards.items()):
+        uncompressed_shard = {file: uncompressed[file]} if uncompressed else {}
+        # A segment record of the source may list several arrays, of which only some are copied; so each array
+        # gets records of its own here.
+        segment = {"segment": n, "cells": [cell], "files": {file: checksum}, PLAIN: uncompressed_shard}
         target.files.put_new(record_name(data, n, [cell]), sealed(segment))
     target.files.put_new(name, text)
 
 
 def _recode(
-    source: Catalog, target: Catalog, recoding: Recoding, listed: Files, plain: Files, outcome: Copied
+    source: Catalog, target: Catalog, recoding: Recoding, shards: Files, uncompressed: Files, outcome: Copied
 ) -> tuple[Files, Files]:
-    """Recode the shards of an array in parallel.
+    """Compress or decompress the shards of an array in parallel and write them to the target.
+
+    Arguments:
+        source: Store to read.
+        target: Store to write.
+        recoding: Conversion of this array.
+        shards: Size and checksum of each file in the source.
+        uncompressed: Size and checksum of each file's uncompressed form.
+        outcome: Its bytes written are increased.
 
     Returns:
-        Checksums of the files in the target, and of their uncompressed form ({} without compression).
+        Size and checksum of each file in the target, and of its uncompressed form ({} without compression).
     """
 
     def put(file: str) -> tuple[tuple[int, str], int]:
-        return recoding.put(source, target, file, listed[file], plain[file])
+        return recoding.put(source, target, file, shards[file], uncompressed[file])
 
     with ThreadPoolExecutor(THREADS) as pool:
-        results = list(pool.map(put, listed))
-    outcome.bytes += sum(written for _, written in results)
-    stored = {file: checksum for file, (checksum, _) in zip(listed, results, strict=True)}
-    return stored, plain if recoding.after.codec else {}
+        results = list(pool.map(put, shards))
+    outcome.bytes += sum(n_bytes for _, n_bytes in results)
+    target_shards = {file: checksum for file, (checksum, _) in zip(shards, results, strict=True)}
+    return target_shards, uncompressed if recoding.after.codec else {}
 
 
 def _put_run(source: Catalog, target: Catalog, data: str, outcome: Copied) -> None:
-    """Copy what a run has besides arrays. Its group comes last, as it marks the rest as complete."""
+    """Copy all of a run except arrays: labels, notes, token strings. Its group file comes last, as it marks
+    the others as complete."""
     group = f"{data}/zarr.json"
     attributes = group_attributes(source.files, data)
-    if _is_there(target, data, attributes):
+    if _has_run(target, data, attributes):
         return
     _put_labels(source, target, data, outcome)
     for name in (f"{data}/{folder}/zarr.json" for folder in BOOKKEEPING):
@@ -205,12 +222,12 @@ def _put_run(source: Catalog, target: Catalog, data: str, outcome: Copied) -> No
     _put_notes(source, target, data)
     if (tokenizer := attributes.get("tokenizer")) and (strings := read_vocabulary(source.files, tokenizer)):
         put_vocabulary(target.files, tokenizer, strings)
-    if not target.files.put_new(group, _text(source, group)):
-        _is_there(target, data, attributes)  # created by another process just now: must be cut the same way
+    if not target.files.put_new(group, _required_file(source, group)):
+        _has_run(target, data, attributes)  # another process created it just now: compare its segment length
 
 
-def _is_there(target: Catalog, data: str, attributes: Mapping[str, Any]) -> bool:
-    """Whether the target has this run. Raises Differs if its segments have another length."""
+def _has_run(target: Catalog, data: str, attributes: Mapping[str, Any]) -> bool:
+    """Whether the target has this run; raises Differs if it has it with segments of another length."""
     if target.files.get(f"{data}/zarr.json") is None:
         return False
     field = "segment_tokens"
@@ -220,19 +237,23 @@ def _is_there(target: Catalog, data: str, attributes: Mapping[str, Any]) -> bool
 
 
 def _put_labels(source: Catalog, target: Catalog, data: str, outcome: Copied) -> None:
-    """Copy prompt labels and token coordinates of a run missing in the target.
+    """Copy prompt labels (texts) and token coordinates (ids, positions) of a run.
 
-    If another writer has begun the run there with other texts, those stay, and only ids and sizes are copied.
+    If another writer has begun the run in the target with other texts, these stay, and only token ids and
+    row sizes are copied.
     """
     folder = f"{data}/coordinates"
     checksums = recorded(source.files, data)
     # Records of array metadata (<variable>.zarr.json) are copied together with the arrays.
     names = [name for name in source.files.children(folder) if not name.endswith("zarr.json")]
-    target.files.put_new(f"{folder}/{LABELS}", _text(source, f"{folder}/{LABELS}"))
-    is_same = _labels(target, folder) == _labels(source, folder)
+    target.files.put_new(f"{folder}/{LABELS}", _required_file(source, f"{folder}/{LABELS}"))
+    is_same = _labels_digest(target, folder) == _labels_digest(source, folder)
     if not is_same:
+        label_arrays = SAID  # coordinates that hold texts
         checksums = {
-            file: checksum for file, checksum in checksums.items() if file.partition("/")[0] not in SAID
+            file: checksum
+            for file, checksum in checksums.items()
+            if file.partition("/")[0] not in label_arrays
         }
         names = [name for name in names if not OF_LABELS.fullmatch(name)]
     _put_files(source, target, data, checksums, outcome)
@@ -243,19 +264,22 @@ def _put_labels(source: Catalog, target: Catalog, data: str, outcome: Copied) ->
         target.files.put_new(f"{folder}/{BARE}", sealed({"files": checksums}))
 
 
-def _labels(store: Catalog, folder: str) -> str:
+def _labels_digest(store: Catalog, folder: str) -> str:
+    """Digest of a run's prompt labels, as its folder of coordinates records it."""
     name = f"{folder}/{LABELS}"
-    return str(unsealed(name, _text(store, name), ("labels",))["labels"])
+    return str(unsealed(name, _required_file(store, name), ("labels",))["labels"])
 
 
 def _put_notes(source: Catalog, target: Catalog, data: str) -> None:
+    """Copy the provenance notes and prompt labels in a folder."""
     for name in note_names(source.files, data):
         if (text := source.files.get(name)) is not None:
             target.files.put_new(name, text)
 
 
 def _put_files(source: Catalog, target: Catalog, data: str, files: Files, outcome: Copied) -> None:
-    """Copy files of a folder in parallel, verifying checksums; CorruptEntry or Differs on a mismatch."""
+    """Copy files of a folder in parallel, verifying checksums; CorruptEntry if a file of the source is
+    damaged, Differs if the target has another one."""
 
     def put(file: str) -> int:
         name, expected = f"{data}/{file}", files[file]
@@ -264,7 +288,8 @@ def _put_files(source: Catalog, target: Catalog, data: str, files: Files, outcom
             actual = None if content is None else file_checksum(content)
             if content is None or actual != expected:
                 raise CorruptEntry(
-                    f"{source.files.where(name)}: expected {expected}, found {actual}; {REPAIR}"
+                    f"{source.files.where(name)} is damaged: expected size and checksum {expected}, found "
+                    f"{actual}; {REPAIR}"
                 )
             if target.files.put_new(name, content):
                 return len(content)
@@ -272,14 +297,16 @@ def _put_files(source: Catalog, target: Catalog, data: str, files: Files, outcom
             raise Differs(name)
         return 0
 
-    described = [file for file in files if file.endswith("zarr.json")]
+    metadata = [file for file in files if file.endswith("zarr.json")]
+    values = [file for file in files if file not in metadata]
     with ThreadPoolExecutor(THREADS) as pool:
-        # `zarr.json` after the values: an array that is listed must be complete.
-        for batch in ([file for file in files if file not in described], described):
+        # `zarr.json` after the values: an array that readers see must be complete.
+        for batch in (values, metadata):
             outcome.bytes += sum(pool.map(put, batch))
 
 
-def _text(source: Catalog, name: str) -> bytes:
+def _required_file(source: Catalog, name: str) -> bytes:
+    """Content of a file of the source; CorruptEntry if it is missing."""
     if (text := source.files.get(name)) is None:
-        raise CorruptEntry(f"{source.files.where(name)}: expected a list of files, found none; {REPAIR}")
+        raise CorruptEntry(f"the file {source.files.where(name)} is missing; {REPAIR}")
     return text

@@ -13,11 +13,11 @@ from ..records import Record
 
 
 def lineage(store: Catalog, content: str) -> dict[str, Any]:
-    """Trace a content back to its sources.
+    """Trace stored data, given by its content digest, back through the inputs it was computed from.
 
     Arguments:
         store: The store.
-        content: R, "sha256:…".
+        content: Content digest, "sha256:…".
 
     Returns:
         {content, key, label, request, at, inputs: {name: the same, recursively}}. An input that is not stored
@@ -32,7 +32,7 @@ def lineage(store: Catalog, content: str) -> dict[str, Any]:
         by_content.setdefault(record.content, record)
     if content not in by_content:
         raise EntryNotFound(
-            f"nothing in {store.address} has content {content}; `mizarr ls` shows what is there"
+            f"nothing in {store.address} has the content digest {content}; `mizarr ls` lists what is stored"
         )
     return _walk(store, content, by_content)
 
@@ -40,19 +40,21 @@ def lineage(store: Catalog, content: str) -> dict[str, Any]:
 def _walk(
     store: Catalog, content: str, by_content: dict[str, Record], below: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
+    """The mapping that `lineage` returns, for one content; `below`: contents that are being traced
+    already."""
     record = by_content.get(content)
     # A stage may return its input unchanged: the same content is then its own input, and the walk ends here.
     if record is None or content in below:
         return {"content": content}
     notes = get_provenance(store.files, record.data)
-    note = next(
-        (n for n in notes if n.get("key") == record.key and "request" in n), notes[0] if notes else {}
-    )
+    requests = [note for note in notes if note.get("key") == record.key and "request" in note]
+    # A run has no note per array: its first note describes the whole run.
+    note = next(iter(requests or notes), {})
     inputs = {}
     for name, contents in inputs_of(note).items():
-        for number, parent in enumerate(contents):
+        for number, input_content in enumerate(contents):
             label = name if len(contents) == 1 else f"{name}[{number}]"
-            inputs[label] = _walk(store, parent, by_content, below | {content})
+            inputs[label] = _walk(store, input_content, by_content, below | {content})
     return {
         "content": content,
         "key": record.key,
@@ -64,7 +66,7 @@ def _walk(
 
 
 def inputs_of(note: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Inputs that a provenance note lists: name -> content digests.
+    """Inputs of a computation according to its provenance note: name -> content digests.
 
     A stage notes the stored arrays behind each input as "parents", because an input that is a part of an
     array, or is made of many layers, has a digest of its own that no stored array has.
@@ -72,5 +74,5 @@ def inputs_of(note: Mapping[str, Any]) -> dict[str, list[str]]:
     parents = {name: list(digests) for name, digests in note.get("parents", {}).items() if digests}
     # A request names the variable that is read, as in states[resid_post]; a note on parents does not.
     inputs = note.get("request", {}).get("inputs", {})
-    plain = {name: [digests] for name, digests in inputs.items() if name.partition("[")[0] not in parents}
-    return {str(name): [str(digest) for digest in digests] for name, digests in {**plain, **parents}.items()}
+    others = {name: [digest] for name, digest in inputs.items() if name.partition("[")[0] not in parents}
+    return {str(name): [str(digest) for digest in digests] for name, digests in {**others, **parents}.items()}

@@ -20,10 +20,10 @@ __all__ = ["ListedRun", "captured_hooks", "model_label", "runs"]
 
 @dataclass(frozen=True)
 class ListedRun:
-    """Summary of one run."""
+    """Summary of one stored run, for lists."""
 
     run: str
-    """Digest of the run."""
+    """Digest of the run, 64 hex digits."""
     model: str
     """Name under which the model was captured; the digest of the model if no name was noted."""
     prompts: int
@@ -41,11 +41,11 @@ class ListedRun:
 
 
 def runs(store: Catalog, measured: Sequence[Usage]) -> list[ListedRun]:
-    """All runs, complete or not, most recently used first.
+    """List all stored runs, complete or not, most recently used first.
 
     Arguments:
         store: The store.
-        measured: Result of `collect.usage`.
+        measured: Disk usage of all runs and results, from `collect.usage`.
     """
     listed = []
     for item in measured:

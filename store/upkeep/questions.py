@@ -1,4 +1,4 @@
-"""Notes on the questions that a store answers: which workflow, model and settings computed its results.
+"""Notes on which workflow, model and settings computed the results of a store.
 
 A note is stored in the provenance of a workflow's first result, or of a captured run. It is for display only,
 is part of no key, and is written once per question.
@@ -28,7 +28,7 @@ _LONGEST_TEXT, _LONGEST_LIST = 200, 8
 
 @dataclass(frozen=True)
 class Question:
-    """One computed workflow: name, model, settings and result keys."""
+    """One workflow that was computed, as noted in the store: name, model, settings and result keys."""
 
     workflow: str
     """Name of the workflow."""
@@ -54,7 +54,7 @@ class Question:
 
     @classmethod
     def of_note(cls, note: Mapping[str, Any]) -> Question | None:
-        """Parse a provenance note; None for a note about a capture, or about no question."""
+        """Parse a provenance note; None if it is about no workflow."""
         noted = note.get(NOTE)
         if not isinstance(noted, Mapping) or not noted.get("results"):
             return None
@@ -65,7 +65,8 @@ class Question:
 def note_question(
     store: Catalog, workflow: str, model: str, settings: Mapping[str, Any], results: Mapping[str, str]
 ) -> None:
-    """Note that a workflow was computed, once per question; no effect on a read-only store.
+    """Note in the store that a workflow was computed, unless it is noted already; does nothing if the store
+    is read-only.
 
     Arguments:
         store: The store.
@@ -81,7 +82,7 @@ def note_question(
 
 
 def note_capture(store: Catalog, data: str) -> None:
-    """Note that a run was captured directly, without a workflow.
+    """Note in the store that a run was captured by `mizarr capture`, without a workflow.
 
     Arguments:
         store: The store.
@@ -91,7 +92,7 @@ def note_capture(store: Catalog, data: str) -> None:
 
 
 def is_capture(note: Mapping[str, Any]) -> bool:
-    """Whether a provenance note marks a directly captured run."""
+    """Whether a provenance note says that its run was captured by `mizarr capture`, without a workflow."""
     return note.get(NOTE) == {"workflow": CAPTURE}
 
 

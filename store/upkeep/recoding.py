@@ -19,11 +19,11 @@ PLAINLY = "none"
 
 
 class Differs(Exception):
-    """Conflict: the target contains another file of the same name."""
+    """Conflict in a copy: the target store has another file of the same name."""
 
 
 def put_text(target: Catalog, name: str, text: bytes) -> None:
-    """Write a metadata file.
+    """Write a metadata file of a copy, unless the target has it already.
 
     Arguments:
         target: Store to write.
@@ -41,34 +41,32 @@ def check_codec(codec: str | None) -> None:
     """Raise ConfigError unless the codec is known or None."""
     if codec not in (None, PLAINLY, *CODECS):
         known = ", ".join((*CODECS, PLAINLY))
-        raise ConfigError(f"expected a codec among {known}, found {codec!r}; name one, or leave it out")
+        raise ConfigError(
+            f"expected codec (--codec) among {known}, found {codec!r}; leave it out to copy files as they are"
+        )
 
 
 @dataclass(frozen=True)
 class Recoding:
-    """Conversion of the shards of one array."""
+    """Conversion of the shards of one array between compressed and uncompressed, while it is copied."""
 
     data: str
     """Folder of the run."""
     variable: str
     """Name of the array."""
     before: ShardLayout
-    """Layout in the source."""
+    """Shard layout in the source store, with its codec."""
     after: ShardLayout
-    """Layout in the target."""
+    """Shard layout in the target store, with its codec."""
     text: bytes
-    """`zarr.json` of the array in the target."""
+    """Content of the array's `zarr.json` in the target store."""
 
     def describe(self, target: Catalog) -> None:
         """Write the array's metadata and its checksum record; raises Differs if the target has others."""
         file = f"{self.variable}/zarr.json"
         record = {"files": {file: file_checksum(self.text)}}
-        described = {
-            f"{self.data}/{file}": self.text,
-            f"{self.data}/{metadata_record(self.variable)}": sealed(record),
-        }
-        for name, text in described.items():
-            put_text(target, name, text)
+        put_text(target, f"{self.data}/{file}", self.text)
+        put_text(target, f"{self.data}/{metadata_record(self.variable)}", sealed(record))
 
     def put(
         self, source: Catalog, target: Catalog, file: str, checksum: FileChecksum, plain: FileChecksum
@@ -95,13 +93,15 @@ class Recoding:
         content = source.files.get(name)
         actual = None if content is None else file_checksum(content)
         if content is None or actual != checksum:
-            raise CorruptEntry(f"{where}: expected {checksum}, found {actual}; {REPAIR}")
+            raise CorruptEntry(
+                f"{where} is damaged: expected size and checksum {checksum}, found {actual}; {REPAIR}"
+            )
         new_content = b"".join(recoded(content, self.before, self.after, where))
         # Padding rows of another writer may differ from zeros, and would be lost.
         if plain_measure(new_content, self.after, where) != plain:
             raise StoreFormatError(
-                f"{where}: expected a shard in the layout of mizarr, found one of another program, which "
-                "cannot be recoded bit by bit; copy it without a codec"
+                f"{where} was written by another program, and changing its compression would change its "
+                "values; copy without --codec (codec=None)"
             )
         if target.files.put_new(name, new_content):
             return file_checksum(new_content), len(new_content)
@@ -116,18 +116,18 @@ class Recoding:
 def recoding_of(
     source: Catalog, target: Catalog, data: str, variable: str, codec: str | None
 ) -> Recoding | None:
-    """Which conversion an array needs.
+    """Decide how the shards of an array are converted when it is copied.
 
     Arguments:
         source: Store to read.
         target: Store to write.
         data: Folder of the run.
         variable: Name of the array.
-        codec: Requested codec; "none" for none, None as in the source.
+        codec: Requested codec: "zstd", "none", or None to keep that of the source.
 
     Returns:
-        None if its files are copied as they are: the codec is the requested one, or the array was not written
-        by mizarr. The codec of an array that the target already has wins over the requested one.
+        The conversion; its codec is that of the target if the array exists there. None if files are copied as
+        they are: they have that codec already, or were not written by mizarr.
     """
     name = f"{data}/{variable}/zarr.json"
     text, existing = source.files.get(name), target.files.get(name)
@@ -145,6 +145,7 @@ def recoding_of(
 
 
 def _layout(text: bytes | None) -> ShardLayout | None:
+    """Shard layout in a `zarr.json`; None if there is none, or mizarr did not write it."""
     if text is None:
         return None
     try:

@@ -29,23 +29,23 @@ belongs to."""
 
 @dataclass(frozen=True)
 class Damage:
-    """Mismatch between a committed file and its record."""
+    """A file of the store that is missing, damaged, or differs from the recorded size or checksum."""
 
     data: str
-    """Folder of the run or result, relative to the store."""
+    """Folder of the run or result, relative to the store; or "keys/ab", "pins" and the like."""
     file: str
-    """Path relative to that folder."""
+    """Path of the file relative to that folder."""
     expected: str
-    """"<n> bytes" or "sha256:…"."""
+    """Recorded size or checksum, "123 bytes" or "sha256:…"; or what should be there, such as "a pin"."""
     found: str
-    """Actual size or checksum, a description of damage, or "missing"."""
+    """Actual size or checksum, a description of the damage, or "missing"."""
 
     def __str__(self) -> str:
         return f"{self.data}/{self.file}: expected {self.expected}, found {self.found}"
 
 
 class _Names:
-    """Set of paths that also contains everything below its members."""
+    """Set of paths in which a file counts as contained if it lies in a contained folder."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._names = frozenset(names)
@@ -56,7 +56,7 @@ class _Names:
 
 
 def verify(store: Catalog, *, quick: bool, progress: Callable[[int, int], None] | None) -> list[Damage]:
-    """Find damage in a store.
+    """Compare all committed files of a store with their recorded sizes and checksums.
 
     Arguments:
         store: The store.
@@ -64,37 +64,40 @@ def verify(store: Catalog, *, quick: bool, progress: Callable[[int, int], None] 
         progress: Called with (bytes verified, bytes in total) after each file.
 
     Returns:
-        Files that differ from their record, records that are unreadable or refer to nothing, and anything
-        that stands where a file should but is none (a pipe, a folder), sorted by path.
+        Sorted by path: files that differ from their record, records that are unreadable or whose data is
+        missing, and folders, links or pipes in the place of a file.
     """
-    damages = _strangers(store)
-    strange = _Names(f"{damage.data}/{damage.file}" for damage in damages)
-    damages += _dangling(store, strange)
-    expected = []
-    for data in store.folders():
-        files, unreadable = committed_files(store, data, strange)
+    damages = _non_files(store)
+    non_files = _Names(f"{damage.data}/{damage.file}" for damage in damages)
+    damages += _damaged_records(store, non_files)
+    expected = []  # (folder, file, size, checksum)
+    for folder in store.folders():
+        files, unreadable = committed_files(store, folder, non_files)
         damages += unreadable
         expected += [
-            (data, name, size, file_digest)
-            for name, (size, file_digest) in files.items()
-            if f"{data}/{name}" not in strange
+            (folder, name, size, checksum)
+            for name, (size, checksum) in files.items()
+            if f"{folder}/{name}" not in non_files
         ]
     total, verified_bytes = sum(size for _, _, size, _ in expected), 0
     with ThreadPoolExecutor(THREADS) as pool:
         # Threads suffice: sha256 and reading release the GIL.
-        checks = {pool.submit(_check, store, *item, quick=quick): item[2] for item in expected}
-        for check in as_completed(checks):
+        size_of_check = {
+            pool.submit(_damage_of, store, folder, name, size, checksum, quick=quick): size
+            for folder, name, size, checksum in expected
+        }
+        for check in as_completed(size_of_check):
             if (damage := check.result()) is not None:
                 damages.append(damage)
-            verified_bytes += checks[check]
+            verified_bytes += size_of_check[check]
             if progress is not None:
                 progress(verified_bytes, total)
     return sorted(damages, key=lambda damage: (damage.data, damage.file))
 
 
-def _strangers(store: Catalog) -> list[Damage]:
-    """Links, pipes, devices and folders in the place of files, which readers or writers would stumble
-    over."""
+def _non_files(store: Catalog) -> list[Damage]:
+    """Find links, pipes, devices and folders in the place of files, at which readers or writers would
+    fail."""
     damages = []
     for part, steps in _PARTS.items():
         for name, kind in store.files.non_files(part):
@@ -106,31 +109,31 @@ def _strangers(store: Catalog) -> list[Damage]:
     return damages
 
 
-def _dangling(store: Catalog, strange: _Names) -> list[Damage]:
-    """Unreadable key files, pins, annotations and notes; keys without a manifest; runs without a description.
+def _damaged_records(store: Catalog, non_files: _Names) -> list[Damage]:
+    """Find unreadable key files, pins, annotations, notes and descriptions of runs, and missing manifests.
 
     Arguments:
         store: The store.
-        strange: Paths that are already reported as damage.
+        non_files: Paths that are already reported as damage.
     """
     damages = []
     for name in store.files.list("keys"):
         folder, _, file = name.rpartition("/")
         try:
-            record = None if name in strange else store.lookup(Path(name).stem)
+            record = None if name in non_files else store.lookup(Path(name).stem)
         except CorruptEntry:
             damages.append(Damage(folder, file, "a key file", "unreadable"))
             continue
         if record is not None:
             manifest = manifest_of(record)
             manifest_path = f"{record.data}/{manifest}"
-            if manifest_path not in strange and store.files.size(manifest_path) is None:
+            if manifest_path not in non_files and store.files.size(manifest_path) is None:
                 damages.append(Damage(record.data, manifest, f"the manifest of {record.label}", "missing"))
 
     def is_readable(folder: str, name: str, kind: str, read: Callable[[str, bytes], object]) -> bool:
         """Whether a file exists and is readable; reports an unreadable one."""
         try:
-            if name in strange or (text := store.files.get(name)) is None:
+            if name in non_files or (text := store.files.get(name)) is None:
                 return False
             read(name, text)
         except CorruptEntry:
@@ -169,45 +172,48 @@ def manifest_of(record: Record) -> str:
     return "manifest.json" if record.kind == RESULT else f"manifest/{record.label.replace('/', '.')}.json"
 
 
-def _check(store: Catalog, data: str, name: str, size: int, checksum: str, *, quick: bool) -> Damage | None:
-    path = f"{data}/{name}"
+def _damage_of(
+    store: Catalog, folder: str, name: str, size: int, checksum: str, *, quick: bool
+) -> Damage | None:
+    """Compare a file with its recorded size and, unless `quick`, its checksum; None if it is intact."""
+    path = f"{folder}/{name}"
     try:
         actual_size = store.files.size(path)
         if actual_size is not None and actual_size != size:
-            return Damage(data, name, f"{size} bytes", f"{actual_size} bytes")
+            return Damage(folder, name, f"{size} bytes", f"{actual_size} bytes")
         if actual_size is None:
-            return Damage(data, name, checksum, "missing")
+            return Damage(folder, name, checksum, "missing")
         if not quick and (actual := store.files.measure(path)[1]) != checksum:
-            return Damage(data, name, checksum, actual)
+            return Damage(folder, name, checksum, actual)
     except (FileNotFoundError, NotADirectoryError):
-        return Damage(data, name, checksum, "missing")
+        return Damage(folder, name, checksum, "missing")
     except CorruptEntry:
-        return Damage(data, name, checksum, "no file that can be read")
-    except StoreError:  # no answer or no permission: says nothing about damage
+        return Damage(folder, name, checksum, "no file that can be read")
+    except StoreError:  # the bucket does not answer, or refuses: this says nothing about damage
         raise
     except OSError as error:
-        return Damage(data, name, checksum, f"unreadable ({error.strerror or error})")
+        return Damage(folder, name, checksum, f"unreadable ({error.strerror or error})")
     return None
 
 
 def committed_files(
     store: Catalog, data: str, strange: _Names | None = None
 ) -> tuple[dict[str, tuple[int, str]], list[Damage]]:
-    """Collect the recorded checksums of a folder, published or not.
+    """Collect the recorded checksums of all files of a run or result, published or not.
 
     Arguments:
         store: The store.
-        data: Folder of a run or result.
-        strange: Paths that are no files.
+        data: Folder of the run or result.
+        strange: Paths where a folder, link or pipe is in the place of a file; None for no such paths.
 
     Returns:
-        File -> (size, checksum), and damage for unreadable records.
+        File -> (bytes, checksum), and a Damage for each record that cannot be read.
     """
     files: dict[str, tuple[int, str]] = {}
-    unreadable, strange = [], strange or _Names()
-    for name in _lists(store, data):
+    unreadable, non_files = [], strange or _Names()
+    for name in _records_with_files(store, data):
         try:
-            if name in strange or (text := store.files.get(name)) is None:
+            if name in non_files or (text := store.files.get(name)) is None:
                 continue
             record = unsealed(name, text)
             if "files" in record:
@@ -217,8 +223,8 @@ def committed_files(
     return files, unreadable
 
 
-def _lists(store: Catalog, data: str) -> Iterator[str]:
-    """Paths of the records in a folder that list files with checksums."""
+def _records_with_files(store: Catalog, data: str) -> Iterator[str]:
+    """Yield paths of the records of a run or result that list files with checksums."""
     yield f"{data}/manifest.json"
     for part in ("coordinates", "manifest", "seg"):
         for name in sorted(store.files.list(f"{data}/{part}")):

@@ -710,7 +710,7 @@ def test_every_field_of_an_experiment_is_in_its_key(kind, field, specimen, recur
     one, other = (ExperimentNode(each, model) for each in changed(kind, field, EXPERIMENTS))
     if field == "features" and kind in (FeatureVectors, FeaturePushes, RandomFeaturePushes):
         # Their cells are read from the dictionary, which is never opened under another identity.
-        with pytest.raises(SourceChanged, match="expected the dictionary specimen/clt as it was"):
+        with pytest.raises(SourceChanged, match="expected the dictionary specimen/clt to have the digest"):
             other.key(None)
         return
     assert one.key(None).digest != other.key(None).digest

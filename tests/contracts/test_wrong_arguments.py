@@ -18,25 +18,25 @@ POINT = "blocks.0.hook_resid_post"
 # Expression -> how its message begins.
 TABLE = r"""
 Model.from_pretrained(None) -> expected a model, its hub id or its folder, found None; load it:
-Model.from_pretrained(Path("nowhere")) -> nowhere is no directory, and not in the local cache
-Model.from_pretrained(Path("folder")) -> expected a model in folder, found no config.json; give the folder
-Model.from_pretrained(Path("a_file")) -> expected a model's directory, found the file a_file; give the folder
+Model.from_pretrained(Path("nowhere")) -> expected a directory or a model in the local cache
+Model.from_pretrained(Path("folder")) -> expected a model in folder, found no config.json; name the folder
+Model.from_pretrained(Path("a_file")) -> expected the directory of a model, found the file a_file; name the
 Model.from_pretrained("specimen", dtype="fp16") -> expected dtype to be one of float32, float16, bfloat16,
 Model.from_pretrained("specimen", device="cuda") -> expected a device such as cpu, cuda or cuda:1 that this
 Model.from_pretrained("specimen", revision=5) -> expected no revision for the directory specimen, found 5;
 Model.from_pretrained("specimen", backend="jax") -> expected backend to be one of native, transformers, found
-Model.from_pretrained("specimen", adapter=5) -> expected an adapter in 5, found no adapter_config.json; pass
-Model.from_pretrained("specimen", adapter="nowhere") -> expected an adapter in nowhere, found no
+Model.from_pretrained("specimen", adapter=5) -> expected a LoRA adapter in 5, found no
+Model.from_pretrained("specimen", adapter="nowhere") -> expected a LoRA adapter in nowhere, found no
 Model("specimen") -> expected a network, found 'specimen'; load a model by name:
 m.tokenize(None) -> expected prompts as a text, several texts, token ids ([position] or [prompt, position]),
 m.tokenize({"text":"a"}) -> expected a text, several texts, token ids ([position] or [prompt, position]), or
 m.tokenize([]) -> expected at least one prompt, found none; pass a text, several texts, token ids ([position]
-m.tokenize([[]]) -> expected at least one token, found the prompt empty
+m.tokenize([[]]) -> expected at least one token in the prompt, found none
 m.tokenize([None]) -> expected prompt 0 as a text or token ids, found None; leave missing values out
-m.tokenize([[1.5]]) -> expected token ids, whole numbers, in prompt 0, found 1.5 (float) at position 0;
-m.tokenize([[-1]]) -> expected token ids in 0..2047, found -1 in the prompt; was it encoded with another
+m.tokenize([[1.5]]) -> expected token ids (whole numbers) in prompt 0, found 1.5 (float) at position 0;
+m.tokenize([[-1]]) -> expected token ids in 0..2047, found -1 in the prompt; encode it with
 m.tokenize(["a",5]) -> expected prompt 1 as a text or token ids, found 5 (int)
-m.tokenize(["a",[1]]) -> expected prompts that are all texts or all token ids, found both; pass them in two
+m.tokenize(["a",[1]]) -> expected prompts that are all texts or all token ids, found both; pass texts
 fw("one", 5) -> expected hooks as a HookSpec, found 5; write
 fw("one", want="all") -> expected want as mizarr.logits(…), or None, found 'all'; write
 fw("one", want=logits(5)) -> logits: expected a position in -2..1, found 5
@@ -50,13 +50,13 @@ S.capture("") -> there is no hook point ''; a model lists its own: `model.hook_p
 S.capture(P, when="during") -> expected when='after' or when='before', found 'during'
 S.capture(P, positions="first") -> expected positions as 'last', a slice such as '::16', or numbers such as
 S.capture(P, positions=1.5) -> expected positions as 'last', a slice such as '::16', numbers, or one bool per
-S.capture(P, positions=None, reduce=5) -> expected a reduction such as norm, mean, run_mean, logsumexp,
+S.capture(P, positions=None, reduce=5) -> reduce=: expected one of norm, mean, run_mean, logsumexp,
 S.capture(P, positions=slice(None,None,-1)) -> expected a slice that goes forward, found a step of -1
 S.capture(P, positions=slice("a")) -> positions: expected whole numbers, found 'a'; write a list such as [0,
 S.intervene(P, None) -> expected an intervention such as mizarr.Zero(), found None
 S.intervene(None, Zero()) -> expected a hook point's name, found None; write one such as
 S.intervene("nope", Zero()).bind(m.hook_points) -> there is no hook point 'nope'; a model lists its own:
-S.gradient_of(None) -> gradients: expected a metric with a gradient, found None; use LogitDifference,
+S.gradient_of(None) -> gradient_of: expected a differentiable metric, found None; use LogitDifference,
 S.extend(None) -> expected other as a HookSpec, found None; write
 Zero(positions=(1.5,)) -> Zero: positions: expected whole numbers, found 1.5; write ints, or a list of them
 Zero(heads=(True,)) -> Zero: heads: expected whole numbers, found True; write the numbers that are meant, of
@@ -77,13 +77,13 @@ AddAtPositions([(0,None)]) -> AddAtPositions: expected a floating-point tensor, 
 AddAtPositions([]) -> AddAtPositions: expected at least one (position, vector) pair, found none
 AddAtPositions([(1.5,v)]) -> AddAtPositions: positions: expected whole numbers, found 1.5; write ints, or a
 AddAtPositions([(0,v)], scale=nan) -> AddAtPositions: expected a finite number, found nan
-AddAtPositions(v) -> AddAtPositions: expected (position, vector) pairs, found something else; write
+AddAtPositions(v) -> AddAtPositions: expected a list of (position, vector) pairs, found
 iv(AddAtPositions([(99,v)])) -> AddAtPositions at 'blocks.0.hook_resid_post': expected positions in 0..2 (or
 Knockout() -> Knockout: expected either edges or a mask, found neither
-Knockout([(1,)]) -> Knockout: expected (query, key) with at most one None, found (1,)
+Knockout([(1,)]) -> Knockout: expected each edge as (query, key) with at most one None, found (1,)
 Knockout([("a","b")]) -> Knockout: positions of edges: expected whole numbers, found 'a'; write a list such
 Knockout(5) -> Knockout: expected (query, key) edges, found 5; write [(-1, 0)]
-iv(Knockout([(1,0)])) -> Knockout belongs at 'blocks.0.attn.hook_scores' or 'blocks.0.attn.hook_attn_scores',
+iv(Knockout([(1,0)])) -> Knockout: expected the hook point 'blocks.0.attn.hook_scores' or
 iv(Knockout([(99,0)]),"blocks.0.attn.hook_attn_scores") -> Knockout at 'blocks.0.attn.hook_attn_scores':
 Steer([(1,0)],nan) -> Steer: expected a finite number, found nan
 Steer([(1,0)],-1) -> Steer: expected a factor >= 0, found -1.0
@@ -97,7 +97,7 @@ HookPoint("blocks.{}.hook_resid_post","a") -> there is no hook point 'blocks.{}.
 cache["nope"] -> there is no hook point 'nope'; a model lists its own: `model.hook_points`
 cache[5] -> expected a hook point's name, found 5; write one such as 'blocks.5.hook_resid_post'
 cache[None] -> expected a hook point's name, found None; write one such as 'blocks.5.hook_resid_post'
-cache["blocks.1.hook_resid_post"] -> 'blocks.1.hook_resid_post' was not captured, nearest is
+cache["blocks.1.hook_resid_post"] -> expected a captured hook point, found
 cache[0] -> expected a hook point's name, found 0; write one such as 'blocks.5.hook_resid_post'
 cache.require(5) -> expected a hook point's name, found 5; write one such as 'blocks.5.hook_resid_post'
 cache.require("nope") -> there is no hook point 'nope'; a model lists its own: `model.hook_points`
@@ -106,19 +106,19 @@ Run("one", hooks=5) -> expected hooks as a HookSpec, found 5; write
 Run("one", want="x") -> expected want as mizarr.logits(…), or None, found 'x'; write
 run(m,None) -> expected runs as a list of mizarr.Run, found None; write [mizarr.Run(prompt)]
 run("specimen",[Run("one")]) -> expected a loaded model, found 'specimen'; load it:
-run(m,[Run("one")],memory=0) -> a run of 2 tokens needs about 40,960 bytes, more than the memory of 0; raise
+run(m,[Run("one")],memory=0) -> memory: expected 40,960 bytes for a run of 2 tokens, found only 0; raise
 run(m,[Run("one")],memory=-1) -> expected a size such as "2GiB" or "500MB", or a number of bytes, found -1
-run(m,[Run("one")],store=5) -> expected an open store, found 5; write
+run(m,[Run("one")],store=5) -> expected store to be an open store, found 5; write
 gen(None) -> expected prompts as a text, several texts, token ids ([position] or [prompt, position]), or a
 gen([]) -> expected at least one prompt, found none; pass a text, several texts, token ids ([position] or
 gen(max_tokens=0) -> expected max_tokens of at least 1, found 0
 gen(max_tokens=1.5) -> expected max_tokens to be a whole number, found 1.5; write max_tokens=1
-gen(temperature=-1) -> expected a temperature >= 0, found -1
+gen(temperature=-1) -> expected a finite temperature >= 0, found -1
 gen(temperature="x") -> expected temperature to be a number, found 'x'; write a float
 gen(temperature=1,seed=1.5) -> seed: expected whole numbers, found 1.5; write ints, or a list of them
 gen(temperature=1,seed=-1) -> expected seed of at least 0, found -1
 gen(temperature=1,seed=2**70) -> expected seed of at most 9007199254740992, found 1180591620717411303424
-gen(temperature=1,seed=[1,2,3]) -> expected one seed, or one for each of 1 prompts, found 3
+gen(temperature=1,seed=[1,2,3]) -> seed: expected one seed, or one for each of 1 prompts, found 3
 gen(top_k=0) -> expected top_k of at least 1, found 0; leave it out for all tokens
 gen(top_k=1.5) -> expected top_k to be a whole number, found 1.5; write top_k=1
 gen(temperature=1,top_p=0) -> expected top_p in (0, 1], found 0
@@ -126,9 +126,9 @@ gen(temperature=1,top_p="x") -> expected top_p to be a number, found 'x'; write 
 gen(stop=5.5) -> expected stop to hold texts and token ids, found 5.5; remove it
 gen(stop=999999) -> expected stop ids in 0..2047, found 999999; remove it
 gen(eos=-1) -> expected eos to hold token ids, found -1; pass eos=() to end at none
-gen(cache="yes") -> expected cache as True or False, found 'yes'; leave it out
+gen(cache="yes") -> expected cache=True or cache=False, found 'yes'
 gen(capture_positions="old") -> expected capture_positions='new' or 'every', found 'old'
-gen(on_token=5) -> expected on_token as a function of a token, found 5; leave it out
+gen(on_token=5) -> expected on_token as a function of a NewToken, found 5; pass a function, or
 gen(hooks=5) -> expected hooks as a HookSpec, found 5; write
 generate("specimen","a") -> expected a loaded model, found 'specimen'; load it:
 cap(h=None) -> expected a hook point's name, found None; write one such as 'blocks.5.hook_resid_post'
@@ -141,7 +141,7 @@ cap(p={"a":1}) -> expected a text, several texts, token ids ([position] or [prom
 cap(p=[nan]) -> expected prompt 0 as a text or token ids, found nan (float); leave missing values out
 cap(p=[[1.5]]) -> expected token ids, whole numbers, in prompt 0, found 1.5 (float) at position 0; convert
 cap(p=[[99999]]) -> expected token ids in 0..2047, found 99999 in the prompt; was it encoded with another
-cap(store=None) -> expected an open store, found None; write store=mizarr.open_store('activations'), with the
+cap(store=None) -> expected store to be an open store, found None; write
 cap(dtype="float64x") -> expected dtype to be one of float32, float16, bfloat16, float64, found 'float64x'
 cap(storage_dtype="int4") -> expected storage_dtype to be one of float32, float16, bfloat16, float64, int8,
 cap(batch_tokens=0) -> expected batch_tokens of at least 1, found 0
@@ -151,59 +151,59 @@ cap(segment_tokens=1.5) -> expected segment_tokens to be a whole number, found 1
 cap(memory=0) -> expected memory of at least 1, found 0
 cap(memory=-5) -> expected a size such as "2GiB" or "500MB", or a number of bytes, found -5
 cap(memory=None) -> expected memory to be a whole number, found None; write memory=1
-cap(order="layers") -> expected an order of auto, batch, layer, found 'layers'
-cap(device="cuda") -> expected device beside a model's name, found device='cuda' beside a loaded model; give
+cap(order="layers") -> capture order: expected one of auto, batch, layer, found 'layers'
+cap(device="cuda") -> expected device together with the name of a model,
 cap(workers=-1) -> expected workers of at least 0, found -1
 cap(workers=1.5) -> expected workers to be a whole number, found 1.5; write workers=1
-cap(codec="gzip") -> expected a codec among zstd, none, found 'gzip'; name one, or leave it out
+cap(codec="gzip") -> expected codec (--codec) among zstd, none, found 'gzip'; leave it out
 cap(backend="jax") -> expected backend beside a model's name, found backend='jax' beside a loaded model; give
 cap(adapter="nowhere") -> expected adapter beside a model's name, found adapter='nowhere' beside a loaded
-cap(progress="no") -> expected progress as True or False, found 'no'; leave it out
-capture("specimen",["a"],P,store=new,trust_layout="x") -> expected trust_layout as True or False, found 'x'
-comp(model="specimen",trust_layout=1) -> expected trust_layout as True or False, found 1; leave it out
-comp(quiet="x") -> expected quiet as True or False, found 'x'; leave it out
-comp(store="fresh",memory=1) -> capture needs about
+cap(progress="no") -> expected progress=True or progress=False, found 'no'
+capture("specimen",["a"],P,store=new,trust_layout="x") -> expected trust_layout=True or trust_layout=False,
+comp(model="specimen",trust_layout=1) -> expected trust_layout=True or trust_layout=False, found 1
+comp(quiet="x") -> expected quiet=True or quiet=False, found 'x'
+comp(store="fresh",memory=1) -> the step capture needs about
 comp(store="fresh",threads=0) -> expected threads of at least 1, found 0
-Model.from_pretrained("specimen",trust_layout="no") -> expected trust_layout as True or False, found 'no'
-Model.from_pretrained("specimen",progress="x") -> expected progress as True or False, found 'x'; leave it out
-store.verify(quick="x") -> expected quick as True or False, found 'x'; leave it out
-store.gc(dry_run="no") -> expected dry_run as True or False, found 'no'; leave it out
+Model.from_pretrained("specimen",trust_layout="no") -> expected trust_layout=True or trust_layout=False, found
+Model.from_pretrained("specimen",progress="x") -> expected progress=True or progress=False, found 'x'
+store.verify(quick="x") -> expected quick=True or quick=False, found 'x'
+store.gc(dry_run="no") -> expected dry_run=True or dry_run=False, found 'no'
 cap(revision="x") -> expected revision beside a model's name, found revision='x' beside a loaded model; give
 capture(None,["a"],P,store=new) -> expected a model, its hub id or its folder, found None; load it:
-ds.mi.sel(layer=99) -> expected layers 99 of resid_post, found 0-5; leave the others out, or capture them:
-ds.mi.sel(layer=-1) -> expected layers -1 of resid_post, found 0-5; leave the others out, or capture them:
+ds.mi.sel(layer=99) -> layers 99 of resid_post were not captured, only 0-5; leave them out, or capture them:
+ds.mi.sel(layer=-1) -> layers -1 of resid_post were not captured, only 0-5; leave them out, or capture them:
 ds.mi.sel(layer=1.5) -> layers: expected whole numbers, found 1.5; write ints, or a list of them
-ds.mi.sel(prompt=99) -> expected a prompt index below 2, found 99
-ds.mi.sel(prompt="a") -> expected the whole text of one of 2 prompts, found 'a'
+ds.mi.sel(prompt=99) -> there is no prompt 99; prompts are numbered 0 to 1
+ds.mi.sel(prompt="a") -> none of 2 prompts has exactly the text 'a'
 ds.mi.sel(prompt=1.5) -> prompts: expected whole numbers, found 1.5; write ints, or a list of them
-ds.mi.sel(position=99) -> expected positions in 0..2 (or negative, from the end), found 99 in a prompt of 3
+ds.mi.sel(position=99) -> a prompt of 3 tokens has no position 99; select prompts that are longer, or give
 ds.mi.sel(position=1.5) -> positions: expected whole numbers, found 1.5; write ints, or a list of them
-ds.mi.sel(token="nope") -> expected a token of the vocabulary, found 'nope'; did you mean 'no'?; strings are
-ds.mi.sel(token=99999) -> expected at least one token with token=99999, found none in 2 prompts; drop a
+ds.mi.sel(token="nope") -> the vocabulary has no token 'nope'; did you mean 'no'?; token strings are exact,
+ds.mi.sel(token=99999) -> no token in 2 prompts meets the conditions token=99999; drop a condition, or select
 ds.mi.sel(token=1.5) -> tokens: expected whole numbers, found 1.5; write ints, or a list of them
-ds.mi.sel(nope=1) -> expected a selector among prompt, token, chars, position, layer, found
-store[None] -> expected a key, or the start of one as a text, found None; `mizarr ls` lists them
-store[5] -> expected a key, or the start of one as a text, found 5; `mizarr ls` lists them
-store[b"ab"] -> expected a key, or the start of one as a text, found b'ab'; `mizarr ls` lists them
-store.lookup(None) -> expected a key, or the start of one as a text, found None; `mizarr ls` lists them
-store.record(5) -> expected a key, or the start of one as a text, found 5; `mizarr ls` lists them
-open_store(None) -> expected the folder of a store, or its URL, found None; give its path as a text
-open_store("a_file") -> expected a folder at
-open_store("nostore") -> expected a store or an empty folder at
-open_store("x",mode="w") -> expected mode 'a' (read, write, create) or 'r' (read only), found 'w'; nothing
-open_store("x",mode="r") -> expected a store in
-open_store("x",durability="no") -> expected durability 'disk' or 'process', found 'no'
-open_store("s4://x") -> expected a folder, or a URL that begins with s3://, gs://, az://, memory://, found
-open_store("x\0y") -> expected a folder at 'x\x00y', found embedded null byte; name another
+ds.mi.sel(nope=1) -> ds.mi.sel selects by prompt, token, chars, position, layer, found 'nope'; store labels
+store[None] -> expected a key, or the first hex digits of one as a text, found None; `mizarr ls` lists keys
+store[5] -> expected a key, or the first hex digits of one as a text, found 5; `mizarr ls` lists keys
+store[b"ab"] -> expected a key, or the first hex digits of one as a text, found b'ab'; `mizarr ls` lists keys
+store.lookup(None) -> expected a key, or the first hex digits of one as a text, found None; `mizarr ls` lists
+store.record(5) -> expected a key, or the first hex digits of one as a text, found 5; `mizarr ls` lists keys
+open_store(None) -> expected the folder or URL of a store as a text or Path, found None; write for
+open_store("a_file") -> expected the folder of a store at
+open_store("nostore") -> expected a store of mizarr or an empty folder at
+open_store("x",mode="w") -> open_store: expected mode='a' (read, write and create) or mode='r' (read only),
+open_store("x",mode="r") -> expected a store of mizarr in
+open_store("x",durability="no") -> open_store: expected durability='disk' or durability='process', found 'no'
+open_store("s4://x") -> expected a store as a folder, or as a URL that begins with s3://, gs://, az://,
+open_store("x\0y") -> 'x\x00y' cannot be the folder of a store (embedded null byte); name another folder
 compute("logit_lense",store=new) -> no workflow 'logit_lense'; did you mean 'logit_lens'?
-comp(store=5) -> expected an open store, found 5; write store=mizarr.open_store('activations'), with the
+comp(store=5) -> expected store to be an open store, found 5; write store=mizarr.open_store('activations'),
 comp(prompts=5) -> expected prompts to be a list of str, found 5 (int)
 comp(top_k=np.int64(0)) -> expected top_k to be int of at least 1, found 0 (int)
 comp(topk=3) -> workflow 'logit_lens' has no setting 'topk'; did you mean 'top_k'?
 comp(model=5) -> expected model to be str, found 5 (int)
-comp(model=m,revision="x") -> expected revision beside a model's name, found revision='x' beside a loaded
-comp(model=m,device="cuda") -> expected device beside a model's name, found device='cuda' beside a loaded
-comp(model=m,dtype="float16") -> expected dtype beside a model's name, found dtype='float16' beside a loaded
+comp(model=m,revision="x") -> expected revision together with the name of a model,
+comp(model=m,device="cuda") -> expected device together with the name of a model,
+comp(model=m,dtype="float16") -> expected dtype together with the name of a model,
 comp(dtype="fp16") -> expected dtype to be float32, float16, bfloat16 or float64, found 'fp16' (str); did you
 comp(threads=0) -> expected threads of at least 1, found 0
 comp(threads=1.5) -> expected threads to be a whole number, found 1.5; write threads=1
@@ -211,26 +211,26 @@ comp(memory=nan) -> expected a size such as "2GiB" or "500MB", or a number of by
 comp(workers=-1) -> expected workers of at least 0, found -1
 comp(workers="x") -> expected workers to be a whole number, found 'x'; write workers=1
 export(None,"x.npz") -> expected dataset as an xarray.Dataset, found None; write array.to_dataset() for a
-export(ds,"x") -> expected a file named by its format (.nc, .zarr, .parquet, .safetensors, .npz), found 'x';
-export(ds,None) -> expected path as a text or a Path, found None; name a file or folder
-export(ds,"x.npz",format="hdf5") -> expected a format among netcdf, zarr, parquet, safetensors, npz,
-export(ds,"good.safetensors") -> expected a new file, found 'good.safetensors' there already; remove it or
-export(ds,"nofolder/x.npz") -> expected a folder to write into, found none at 'nofolder'; make it first
-export(ds,"x.npz",layout="x") -> expected layout 'long' or 'wide', found 'x'
+export(ds,"x") -> the suffix of 'x' names no export format; end the name in .nc, .zarr, .parquet,
+export(ds,None) -> expected path to be the path of a file or folder, as a text or a Path, found None
+export(ds,"x.npz",format="hdf5") -> expected --format among netcdf, zarr, parquet, safetensors, npz,
+export(ds,"good.safetensors") -> the file to export to, 'good.safetensors', exists already; remove it, or
+export(ds,"nofolder/x.npz") -> the folder 'nofolder' to export into does not exist; create it first
+export(ds,"x.npz",layout="x") -> expected --layout (layout=) 'long' or 'wide', found 'x'
 export(ds,"x.npz",context=0) -> expected context of at least 1, found 0
 export(ds,"y",format="saelens",context=1.5) -> expected context to be a whole number, found 1.5; write
-export(xr.Dataset(),"x.npz") -> expected a dataset with variables, found none; name some to export
-import_activations(None,model="x",store=new) -> expected files as a text or a Path, found None; name a
+export(xr.Dataset(),"x.npz") -> the dataset to export has no variables; name some that are stored
+import_activations(None,model="x",store=new) -> expected files to be the path of a file or folder, as a text
 import_activations([],model="x",store=new) -> expected activations in , found no arrays; say what they hold:
 import_activations("nowhere.npz",model="x",store=new) -> expected a file at 'nowhere.npz', found none; check
 import_activations("good.safetensors",model=None,store=new) -> expected the name of the model the arrays are
-import_activations("good.safetensors",model="x",store=None) -> expected the folder of a store, or its URL,
+import_activations("good.safetensors",model="x",store=None) -> expected the folder or URL of a store as a text
 import_activations("good.safetensors",model="x",store=new,names=5) -> expected names as a mapping, found 5;
 import_activations("good.safetensors",model="x",store=new,names={"a":5}) -> no array is named 'a'; there are
 import_activations("good.safetensors",model="x",store=new,tokens=5) -> expected tokens as a list, found 5;
-import_activations("good.safetensors",model="x",store=new,tokens=[[1.5]*4]) -> expected ids as a row of
+import_activations("good.safetensors",model="x",store=new,tokens=[[1.5]*4]) -> expected ids as a
 import_activations("good.safetensors",model="x",store=new,tokens=[[-1]*4]) -> expected token ids >= 0, found
-import_activations("good.safetensors",model="x",store=new,tokens=["abcd"]) -> expected token ids as one list
+import_activations("good.safetensors",model="x",store=new,tokens=["abcd"]) -> expected the token ids to
 import_activations("good.safetensors",model="x",store=new,texts="abc") -> expected texts as a list, found
 import_activations("good.safetensors",model="x",store=new,texts=[5]) -> expected texts as a list of texts,
 import_activations("good.safetensors",model="x",store=new,dtype=5) -> expected dtype 'bfloat16' or none,
@@ -242,39 +242,39 @@ Dictionary.from_pretrained("nope") -> expected a directory, or a hub reference s
 Dictionary.from_pretrained(Path("folder")) -> no known layout of transcoders or autoencoders in folder: found
 Dictionary.from_pretrained("specimen/sae",read=5) -> expected read= as the name of a hook point, found 5;
 Dictionary.from_pretrained("specimen/sae",read="nope") -> expected a hook point of TransformerLens or a
-d.layer(99) -> specimen/sae has features of layer 3, found layer 99
+d.layer(99) -> expected a layer that the dictionary specimen/sae reads (layer 3), found layer 99
 d.layer("a") -> layers: expected whole numbers, found 'a'; write a list such as [0, -1]
 d.feature("x") -> expected a feature as layer:index, such as L14:13043, found 'x'
 d.feature((3,)) -> expected a feature as (layer, index), or as text such as L14:13043, found (3,)
-d.feature((3,-1)) -> expected a feature of layer 3 from 0 to 511, found -1
+d.feature((3,-1)) -> expected a feature number from 0 to 511 in layer 3 of the dictionary specimen/sae, found
 d.feature((3,1.5)) -> a feature's index: expected whole numbers, found 1.5; write ints, or a list of them
 d.decoder_vector((3,0),target=99) -> features of layer 3 write to layer 3, not to layer 99
 d.decoder_vector((3,0),target="x") -> features of layer 3 write to layer 3, not to layer x
 d.encode(None) -> expected states by layer, found None; write {3: states}, states of [position, d_in]
-d.encode({}) -> expected states of a layer, found none; specimen/sae reads (3,)
-d.encode({99:v[None]}) -> specimen/sae has features of layer 3, found layer 99
+d.encode({}) -> expected the states of at least one layer, found none; the dictionary specimen/sae reads
+d.encode({99:v[None]}) -> expected a layer that the dictionary specimen/sae reads (layer 3), found layer 99
 d.encode({3:torch.zeros(2,7)}) -> expected inputs of width 192 for the features of layer 3, found 7; was this
 d.encode({3:None}) -> expected the states of layer 3 as a tensor, found None; write torch.as_tensor(states)
 d.encode({3:torch.zeros(2,192)},zero_positions=-1) -> expected zero_positions of at least 0, found -1
 d.encode({3:torch.zeros(2,192)},zero_positions=1.5) -> expected zero_positions to be a whole number, found
-d.read_hook(99) -> specimen/sae has features of layer 3, found layer 99
+d.read_hook(99) -> expected a layer that the dictionary specimen/sae reads (layer 3), found layer 99
 d.targets("x") -> layers: expected whole numbers, found 'x'; write a list such as [0, -1]
-Corpus(None) -> expected files, folders or globs as sources, found None; name them
-Corpus("prompts.txt",context=0) -> expected a context of at least 1 token, found 0
+Corpus(None) -> Corpus: expected files, folders or globs as sources, found None; pass
+Corpus("prompts.txt",context=0) -> Corpus: expected a context of at least 1 token, found 0
 Corpus("prompts.txt",context=1.5) -> expected context to be a whole number, found 1.5; write context=1
-Corpus("prompts.txt",share=0) -> expected a share of the documents in (0, 1], found 0
+Corpus("prompts.txt",share=0) -> Corpus: expected share= in (0, 1], the share of documents to read, found 0
 Corpus("prompts.txt",share="x") -> expected share to be a number, found 'x'; write a float
 Corpus("prompts.txt",seed=1.5) -> expected seed to be a whole number, found 1.5; write seed=1
-Corpus("prompts.txt",pack=True) -> expected pack=True with context=…, the tokens of a prompt, found no context
-Corpus("prompts.txt",column=5) -> expected the name of a column, found 5; leave it out for text, else ids
+Corpus("prompts.txt",pack=True) -> Corpus: pack=True (--pack) needs context=, the tokens
+Corpus("prompts.txt",column=5) -> Corpus: expected column= as the name of a column, found 5; leave it out for
 Corpus("prompts.txt",labels=5) -> expected labels as names of columns, found 5; write ['label']
 ActivationLoader(None) -> expected states as a dataset that mizarr.capture gave, or several, found None; open
-ActivationLoader([]) -> expected one stored run or more, found none
+ActivationLoader([]) -> expected at least one stored run for an ActivationLoader, found an empty
 ActivationLoader(xr.Dataset()) -> this dataset has no record of a stored run; open it with
 ActivationLoader(ds,5) -> expected variables as names, found 5; write ['resid_post']
-ActivationLoader(ds,[]) -> expected variables with a row per token, found none; capture some
+ActivationLoader(ds,[]) -> expected at least one variable with a row per token to load,
 ActivationLoader(ds,layers=1.5) -> layers: expected whole numbers, found 1.5; write ints, or a list of them
-ActivationLoader(ds,layers=[]) -> expected at least one batch of 4096 tokens to train on, found 7; capture
+ActivationLoader(ds,layers=[]) -> expected stored activations of at least one batch of 4096 tokens, found 7
 ActivationLoader(ds,layers=0,batch=0) -> expected batch of at least 1, found 0
 ActivationLoader(ds,layers=0,batch=1.5) -> expected batch to be a whole number, found 1.5; write batch=1
 ActivationLoader(ds,layers=0,buffer_tokens=0) -> expected buffer_tokens of at least 1, found 0
@@ -283,10 +283,10 @@ ActivationLoader(ds,layers=0,block_tokens=0) -> expected block_tokens of at leas
 ActivationLoader(ds,layers=0,block_tokens=nan) -> expected block_tokens to be a whole number, found nan;
 ActivationLoader(ds,layers=0,epochs=0) -> expected epochs of at least 1, found 0
 ActivationLoader(ds,layers=0,epochs=1.5) -> expected epochs to be a whole number, found 1.5; write epochs=1
-ActivationLoader(ds,layers=0,skip_positions=-1) -> expected skip_positions of at least 0, found -1
+ActivationLoader(ds,layers=0,skip_positions=-1) -> expected skip_positions to be at least 0, found -1
 ActivationLoader(ds,layers=0,without=["a"]) -> without: expected whole numbers, found 'a'; write a list such
-ActivationLoader(ds,layers=0,normalise="x") -> expected normalise= and statistics= together, found one of
-ActivationLoader(ds,layers=0,dtype="float64") -> expected dtype 'float32' or 'stored', found 'float64'
+ActivationLoader(ds,layers=0,normalise="x") -> normalise= and statistics= belong together, found only one
+ActivationLoader(ds,layers=0,dtype="float64") -> expected 'float32' or 'stored' as the dtype of an
 attribution_graph(m,"specimen/clt","a b",targets=5.5) -> expected targets as ids, strings, or (label, weight,
 attribution_graph(m,"specimen/clt","a b",max_n_logits=0) -> expected max_n_logits of 1 or more and
 attribution_graph(m,"specimen/clt","a b",max_n_logits="x") -> expected max_n_logits to be a whole number,
@@ -295,13 +295,13 @@ attribution_graph(m,"specimen/clt","a b",max_feature_nodes="x") -> expected max_
 m.embedding_vector("nope nope nope") -> expected 'nope nope nope' to be one token of specimen, found ['Ġno',
 m.embedding_vector(99999) -> expected a token id in 0..2047, found 99999
 m.embedding_vector(1.5) -> tokens: expected whole numbers, found 1.5; write ints, or a list of them
-m.embed(None) -> expected token ids as an integer tensor [batch, position], found None; write
-m.embed(torch.tensor([[99999]])) -> expected token ids in 0..2047, found 99999 to 99999; was it encoded with
-m.project_to_vocab(None) -> expected states as a tensor [..., 192], found None; write the residual stream as
+m.embed(None) -> expected token ids as an integer tensor [batch, position], found None; pass
+m.embed(torch.tensor([[99999]])) -> expected token ids in 0..2047, found 99999 to 99999; encode the
+m.project_to_vocab(None) -> expected residual states as a tensor [..., 192], found None; pass e.g.
 m.project_to_vocab(torch.zeros(192),tokens=[99999]) -> logits: expected a token id in 0..2047, found 99999
 m.project_to_vocab(torch.zeros(192),tokens="x") -> logits: tokens: expected whole numbers, found 'x'; write a
 m.chat("x") -> expected a chat template of specimen in tokenizer_config.json or chat_template.jinja, found
-m.pair("a","b") -> expected a model with an encoder and a decoder to read pairs, found specimen, which reads
+m.pair("a","b") -> model.pair: expected an encoder-decoder model, found specimen, which reads
 m.bind(5) -> expected hooks as a HookSpec, found 5; write
 """
 CASES = [line.split(" -> ", 1) for line in TABLE.strip().splitlines()]

@@ -2,7 +2,8 @@
 
 Blocks of a page share a namespace, as the cells of a notebook do, and run in a folder of their own. ```python
 runs; a last line that is an expression is shown. ```bash holds commands of `mizarr`, a line each. ```text
-right below either is what it prints. `<!-- not run: reason -->` above a block says why it cannot be.
+right below either is what it prints. `<!-- not run: reason -->` above a block says why it cannot be;
+`<!-- needs: FILE -->` anywhere names a file with a pretrained model, which the page expects in that folder.
 
 Output is compared line by line, blanks aside. Whole numbers must be the same; numbers with a point may differ
 by two of their last digit, as processors round differently; an ellipsis (…) stands for anything.
@@ -25,6 +26,7 @@ from typing import Any
 
 FENCE = re.compile(r"^(`{3,}|:{3,})([^`]*)$")
 NOT_RUN = re.compile(r"^<!-- not run: (?P<reason>.+) -->$")
+NEEDS = re.compile(r"^<!-- needs: (?P<file>\S+) -->$", re.MULTILINE)
 NUMBER = re.compile(r"(?<![\w.])[-−+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w])")
 RUN = ("python", "bash")
 
@@ -62,6 +64,11 @@ def blocks(path: Path) -> list[Block]:
             reason = match["reason"] if match else ""
             after = after and not lines
     return found
+
+
+def needed_models(path: Path) -> list[str]:
+    """Names of the files with pretrained models that a page expects in the current folder."""
+    return NEEDS.findall(path.read_text("utf-8"))
 
 
 def parts(text: str) -> Iterator[tuple[str, int, str]]:

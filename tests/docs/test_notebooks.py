@@ -11,6 +11,7 @@ import pytest
 
 from tests.docs.notebooks import FOLDER, TUTORIAL, notebook, path_of
 from tests.docs.pages import blocks
+from tests.docs.real_pages import link_models, page_param
 
 pages = pytest.mark.parametrize("page", TUTORIAL, ids=lambda path: path.stem)
 
@@ -40,8 +41,9 @@ def test_there_is_no_notebook_without_a_page():
 
 
 @pytest.mark.slow
-@pages
+@pytest.mark.parametrize("page", [page_param(page, page.stem) for page in TUTORIAL])
 def test_a_notebook_runs_from_start_to_end_in_a_process_of_its_own(page, tmp_path):
+    link_models(page, tmp_path)
     code = "\n".join(cells(page, "code"))
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import mizarr
-from tests.docs.pages import Block, blocks, difference, is_close, matches, run_block
+from tests.docs.pages import Block, blocks, difference, is_close, matches, needed_models, run_block
+from tests.docs.real_pages import link_models, page_param
 
 pytestmark = pytest.mark.wide
 
@@ -34,9 +35,10 @@ def relative(path: Path) -> str:
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("page", WITH_CODE, ids=relative)
+@pytest.mark.parametrize("page", [page_param(page, relative(page)) for page in WITH_CODE])
 def test_the_code_of_a_page_runs_and_prints_what_stands_below_it(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    link_models(page, tmp_path)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(page):
         if block.not_run:
@@ -51,6 +53,19 @@ def test_what_is_not_run_says_why():
     held = [block for page in WITH_CODE for block in blocks(page) if block.not_run]
     assert all(len(block.not_run.split()) >= 3 for block in held)
     assert len(held) <= 24, "a page whose code does not run is a promise"
+
+
+def test_a_page_names_the_model_that_it_needs(tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text("# A\n\n<!-- needs: small.gguf -->\n\nWords.\n")
+    assert needed_models(page) == ["small.gguf"]
+    monkeypatch.setenv("MIZARR_REAL_MODELS", str(tmp_path / "models"))
+    with pytest.raises(pytest.skip.Exception, match=r"small\.gguf"):
+        link_models(page, tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "small.gguf").write_text("weights")
+    link_models(page, tmp_path)
+    assert (tmp_path / "small.gguf").read_text() == "weights"
 
 
 def test_blocks_are_read_with_what_they_print(tmp_path):

@@ -210,7 +210,10 @@ def test_a_change_between_planning_and_running_publishes_nothing(store, monkeypa
     node = nodes()
     (cell,) = node.cells(store)
     monkeypatch.setitem(globals(), "K", 7)
-    with pytest.raises(StageError, match=r"stage 'scaled': expected the code it was planned with \(code:"):
+    with pytest.raises(
+        StageError,
+        match=r"code of stage 'scaled', or a value that it reads, changed since the run was planned \(code:",
+    ):
         stage_node.run_cell(node, store, cell)
     assert not list(store.records())
     run(node, store)

@@ -70,8 +70,11 @@ def test_what_is_declared_passes_with_and_without_what_is_optional():
 @pytest.mark.parametrize(
     ("changed", "complaint"),
     [
-        ({"kl": None}, "output 'kl': expected [layer] nats, found none among count"),
-        ({"kll": 1.0}, "output 'kll': expected one of kl, count, extra, found 'kll'; did you mean 'kl'?"),
+        ({"kl": None}, "the declared output 'kl' [layer] nats is missing; the dataset has count"),
+        (
+            {"kll": 1.0},
+            "an array 'kll' that is not declared; declared are kl, count, extra; did you mean 'kl'?",
+        ),
         ({"kl": ("head", [1.0], {"units": "nats"})}, "output 'kl': expected [layer] nats, found [head] nats"),
         ({"kl": ("layer", [1.0])}, "output 'kl': expected [layer] nats, found [layer] 1;"),
         (
@@ -84,7 +87,7 @@ def test_what_is_declared_passes_with_and_without_what_is_optional():
 def test_a_variable_dim_or_unit_that_is_not_declared_is_named_with_both(changed, complaint):
     with pytest.raises(StageError) as told:
         require_declared("experiment 'x'", DECLARED, given(**changed))
-    assert str(told.value).startswith(f"experiment 'x', {complaint}")
+    assert str(told.value).startswith("experiment 'x'") and complaint in str(told.value)
 
 
 @stage(
@@ -102,7 +105,7 @@ def test_stages_speak_the_same_vocabulary():
     x = xr.DataArray(np.ones(2), dims="n")
     assert copied.labelled(copied(x, "m", turned=True))["y"].dims == ("m",)
     assert set(copied.labelled(copied(x, "m")).data_vars) == {"y", "z"}
-    with pytest.raises(StageError, match="make them equal"):
+    with pytest.raises(StageError, match="change the declaration or the function"):
         copied.labelled(xr.Dataset({"z": 1.0}))
 
 

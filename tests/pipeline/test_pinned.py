@@ -29,13 +29,15 @@ def write_over(path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize("is_settled", [True, False])
 def test_files_that_were_written_over_restored_or_removed_are_noticed(is_settled, path, monkeypatch):
-    monkeypatch.setattr("mizarr.store.files.stamps._SETTLED", -1.0 if is_settled else 100.0)
+    monkeypatch.setattr("mizarr.store.files.stamps._SETTLED_SECONDS", -1.0 if is_settled else 100.0)
     files = PinnedFiles("the model", "start again")
     digest = files.digest(path)
     assert files.are_settled == is_settled
     files.check()
     write_over(path, b"two")
-    with pytest.raises(SourceChanged, match="the model as it was, found another weights: start again"):
+    with pytest.raises(
+        SourceChanged, match="the file weights of the model changed while the command ran; start again"
+    ):
         files.check()
     write_over(path, b"one")
     with pytest.raises(SourceChanged):

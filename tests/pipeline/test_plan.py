@@ -77,7 +77,10 @@ def test_another_source_at_the_same_version_is_a_warning_not_a_miss(store):
     fields = {**lib.norm.__dict__, "source": "0" * 64}
     edited = Stage(**{name: fields[name] for name in Stage.__dataclass_fields__})
     (state,) = states_of(edited.on(states=lib.states()), store)
-    assert state == "cached (the source of norm changed, its version 1 did not)"
+    assert (
+        state
+        == "cached (the source code of norm changed since this result was computed, its version 1 did not)"
+    )
 
 
 def test_explaining_computes_nothing_and_leaves_no_trace(store, tmp_path):
@@ -181,7 +184,7 @@ def test_sizes_are_read(text, size):
 
 @pytest.mark.parametrize("text", ["much", "", "2 GiBs"])
 def test_what_is_no_size_is_refused(text):
-    with pytest.raises(PlanError, match="expected a size"):
+    with pytest.raises(PlanError, match="as a size such as"):
         as_bytes(text)
 
 

@@ -136,7 +136,7 @@ def test_cells_of_inputs_with_different_layers_are_refused(store):
     def difference(a, b):
         return a - b
 
-    with pytest.raises(ShapeError, match="expected inputs with the same layers"):
+    with pytest.raises(ShapeError, match="inputs must have the same layers"):
         run(difference.on(a=lib.states(layers=2), b=lib.states(layers=3)), store)
 
 
@@ -207,7 +207,7 @@ def test_an_interrupted_sweep_goes_on_where_it_was(store, how):
 
 
 def test_a_plan_that_cannot_fit_is_refused_before_anything_runs(store):
-    with pytest.raises(PlanError, match="norm needs about 768 B of memory at once, the budget is 700 B"):
+    with pytest.raises(PlanError, match=r"norm needs about 768 B of memory at once, and .* allows 700 B"):
         run(lib.norm.on(states=lib.states()), store, memory=700)
     assert lib.calls() == []
     run(lib.norm.on(states=lib.states()), store, memory="1 KiB")
@@ -216,7 +216,7 @@ def test_a_plan_that_cannot_fit_is_refused_before_anything_runs(store):
 
 def test_a_read_only_store_is_refused_before_anything_runs(store):
     reader = mizarr.open_store(store.path, mode="r")
-    with pytest.raises(ReadOnlyStore, match="norm must run"):
+    with pytest.raises(ReadOnlyStore, match="results of norm are not stored yet"):
         run(lib.norm.on(states=lib.states()), reader)
     assert lib.calls() == []
 
@@ -267,7 +267,7 @@ def test_a_cluster_that_is_not_there_is_told(store, monkeypatch):
         raise OSError("Timed out")
 
     monkeypatch.setattr(distributed, "Client", refuse)
-    with pytest.raises(PlanError, match=r"expected a Dask scheduler at 'tcp://127.0.0.1:1'"):
+    with pytest.raises(PlanError, match=r"there is no Dask scheduler at 'tcp://127.0.0.1:1'"):
         run(lib.norm.on(states=lib.states()), store, cluster="tcp://127.0.0.1:1")
 
 
@@ -356,7 +356,7 @@ def test_what_changes_between_its_digest_and_its_use_is_refused(store):
     lazy = xr.DataArray(blocks, dims=("layer", "token", "hidden"), coords={"layer": [0]}, name="states")
     node = lib.norm.on(states=lazy)
     held[0, 0, 0] = 100.0
-    with pytest.raises(SourceChanged, match="expected an array as it was when it was given"):
+    with pytest.raises(SourceChanged, match="an input array changed while the workflow ran"):
         run(node, store)
     assert not list(store.records())
     run(lib.norm.on(states=lazy), store)

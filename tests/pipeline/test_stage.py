@@ -38,7 +38,7 @@ def test_dims_missing_or_too_many_are_a_shape_error_with_both(wrong):
 
 
 def test_an_unknown_parameter_is_refused_with_the_nearest():
-    with pytest.raises(StageError, match="found 'pover'; did you mean 'power'"):
+    with pytest.raises(StageError, match=r"takes no argument 'pover', .*; did you mean 'power'"):
         lib.norm.on(states=STATES, pover=1)
 
 
@@ -49,7 +49,7 @@ def test_a_missing_input_is_refused():
 
 @pytest.mark.parametrize("value", [object(), float("nan"), lambda: 0], ids=["object", "nan", "function"])
 def test_parameters_without_a_canonical_spelling_are_refused(value):
-    with pytest.raises(StageError, match="enter the key"):
+    with pytest.raises(StageError, match="cannot be part of the key"):
         lib.norm.on(states=STATES, power=value)
 
 
@@ -69,7 +69,7 @@ def test_undeclared_outputs_are_refused():
 
 @pytest.mark.parametrize(
     ("cells", "told"),
-    [("head", "among layer, segment"), ("segment", "no input has that axis")],
+    [("head", "among layer, segment"), ("segment", "no input has a dim")],
 )
 def test_cells_along_an_axis_that_is_not_there_are_refused(cells, told):
     with pytest.raises(StageError, match=told):
@@ -89,7 +89,7 @@ def test_layers_whose_results_have_no_layer_axis_are_refused_without_a_function_
         return x.sum()
 
     cells = [total.compute({"x": xr.DataArray([value], dims="layer")}, {}) for value in (1.0, 2.0)]
-    with pytest.raises(StageError, match=r"'total' is cut by layer, expected .* found \[\]; give combine="):
+    with pytest.raises(StageError, match=r"'total' is cut by layer, .* only \[\]; declare combine="):
         total.joined(cells)
     assert total.joined(cells[:1]).identical(cells[0])
 

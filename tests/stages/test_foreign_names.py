@@ -14,7 +14,7 @@ import xarray as xr
 from mizarr.stages.features.dictionary import Dictionary
 from mizarr.stages.features.layers.files import resolve as resolve_dictionary
 from mizarr.stages.forward.models import files
-from mizarr.stages.forward.models.download import _remember
+from mizarr.stages.forward.models.download import _write_reference
 from mizarr.stages.forward.models.files import repository_folder, resolve
 from mizarr.store import open_store
 from mizarr.store.errors import MizarrError, ModelNotFound, ShapeError, WeightsError
@@ -88,7 +88,7 @@ def of_a_revision(name: object, hub: Path) -> None:
 
 
 def of_a_revision_that_is_noted(name: object, hub: Path) -> None:
-    _remember(repository_folder("org/name"), str(name), COMMIT)
+    _write_reference(repository_folder("org/name"), str(name), COMMIT)
 
 
 def of_a_folder_of_a_dictionary(name: object, hub: Path) -> None:
@@ -158,7 +158,9 @@ def test_no_name_of_a_file_leads_out_of_its_folder(door, name, hub, tmp_path, mo
 
 @pytest.mark.parametrize("name", [*LEADING_OUT, 3, None, ["a"]], ids=repr)
 def test_the_one_way_from_names_to_paths_refuses_what_leads_out(name, tmp_path):
-    with pytest.raises(WeightsError, match=r"expected index\.json to name something below .*, found"):
+    with pytest.raises(
+        WeightsError, match=r"expected index\.json to name a file inside the folder .*, found"
+    ):
         path_below(tmp_path, name, WeightsError, "index.json")
 
 
@@ -173,7 +175,7 @@ def test_what_the_cache_holds_is_found_by_every_kind_of_revision(hub):
     for revision in (None, "main", "refs/pr/1", COMMIT):
         assert resolve("org/name", revision).revision == COMMIT
     assert resolve_dictionary("org/name/sub@refs/pr/1").directory.name == "sub"
-    with pytest.raises(ModelNotFound, match="cached, but not its revision 'v2'"):
+    with pytest.raises(ModelNotFound, match="of org/name at revision 'v2'"):
         resolve("org/name", "v2")
 
 
@@ -181,7 +183,7 @@ def test_what_the_cache_holds_is_found_by_every_kind_of_revision(hub):
 def test_a_variable_that_no_folder_can_hold_is_refused_before_it_is_computed(name, tmp_path):
     store = open_store(tmp_path / "store", durability="process")
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ShapeError, match="expected variables named by"):
+    with pytest.raises(ShapeError, match="cannot be stored; rename it to 1 to"):
         store.put_result(ResultKey("stage", 1, {}, {}), xr.Dataset({name: ("i", np.arange(3.0))}))
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -111,7 +111,7 @@ def test_a_run_interrupted_anywhere_goes_on_to_the_same_results(number, tmp_path
 
 
 def test_of_a_lease(tmp_path, monkeypatch):
-    monkeypatch.setattr(collect, "_LEASE", 0.04)
+    monkeypatch.setattr(collect, "_LEASE_SECONDS", 0.04)
     store = open_store(tmp_path, durability="process")
     record = store.put_result(KEY, RESULT)
 
@@ -252,7 +252,7 @@ def test_of_watching_a_download(tmp_path, monkeypatch):
     bar = progress.Progress(quiet=True).task("fetching", total=1)
 
     def use() -> None:
-        with download._watch(tmp_path, bar):
+        with download._progress_from_disk(tmp_path, bar):
             time.sleep(0.02)
 
     each_interrupt(use, lambda: no_thread_is_left("mizarr-fetch"), download)

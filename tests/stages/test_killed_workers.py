@@ -225,8 +225,8 @@ def test_without_workers_a_harvest_ends_when_patience_does_and_the_next_one_goes
         assert driver.result(60) == 2
         assert time.monotonic() - killed < 30
     told = capfd.readouterr().err
-    assert told.startswith(f"mizarr: error: no worker is left at {address}, and none came in 1.5 seconds")
-    assert "the same command goes on from there" in told
+    assert told.startswith(f"mizarr: error: no worker is left at {address}, and none came within 1.5 seconds")
+    assert "run the same command again, which goes on from what was committed" in told
     assert len(told.splitlines()) == 1
     assert list(mizarr.open_store(tmp_path, mode="r").records()) == []
     assert before.items() <= recorded(tmp_path).items()
@@ -243,8 +243,10 @@ def test_without_its_scheduler_a_harvest_says_so_in_a_line_and_the_next_one_goes
         wait_for(5, tmp_path)
         kill(scheduler)
         assert driver.result(120) == 2
-    told = f"mizarr: error: the scheduler at {address} went away, or somebody cancelled the work; what was "
-    told += "committed stays: the same command goes on from there"
+    told = (
+        f"mizarr: error: the Dask scheduler at {address} stopped, or somebody cancelled the tasks; run the "
+    )
+    told += "same command again, which goes on from what was committed"
     assert told in capfd.readouterr().err.splitlines()
     there, before = committed(tmp_path), recorded(tmp_path)
     assert list(mizarr.open_store(tmp_path, mode="r").records()) == []  # nothing is half published

@@ -124,15 +124,15 @@ def test_a_plan_of_runs_tells_what_a_loop_would_compute(model):
     change = mizarr.HookSpec().intervene("blocks.4.hook_mlp_out", mizarr.Zero(positions=(2,)))
     planned = plan(model, [mizarr.Run((1, 2, 3)), mizarr.Run((1, 2, 3), change)])
     facts = dict(rows_of(planned._repr_html_()))
-    assert facts["runs asked"] == facts["distinct"] == "2"
-    assert facts["layer-positions"] == f"{planned.positions:,}"
-    assert facts["of a loop of passes"] == f"{2 * 3 * 6:,}"
+    assert facts["runs requested"] == facts["distinct runs"] == "2"
+    assert facts["positions x layers of this plan"] == f"{planned.positions:,}"
+    assert facts["positions x layers of one pass per run"] == f"{2 * 3 * 6:,}"
 
 
 def test_a_plan_of_stages_has_a_line_per_stage(tmp_path: Path):
     steps = plan_nodes(EdgeKnockout((1, 2, 3), ((2, 0),)).on("specimen"), mizarr.open_store(tmp_path))
     head, line = rows_of(steps._repr_html_())
-    assert head == ["stage", "state", "cells", "read", "written", "peak memory", "time"]
+    assert head == ["stage", "state", "cells stored", "reads", "writes", "peak memory", "expected time"]
     assert line == list(steps.rows()[0])
 
 
@@ -140,7 +140,7 @@ def test_a_dictionary_tells_kind_sizes_and_where_it_reads_and_writes():
     found = mizarr.Dictionary.from_pretrained("specimen/clt")
     rows = rows_of(found._repr_html_())
     facts = {row[0]: row[1] for row in rows if len(row) == 2}
-    assert facts["kind"] == "clt" and facts["features of a layer"] == f"{found.n_features:,}"
+    assert facts["kind"] == "clt" and facts["features per layer"] == f"{found.n_features:,}"
     layers = {row[0]: row[1:] for row in rows if len(row) == 3}
     assert layers["4"] == [
         str(found.read_hook(4)),

@@ -51,5 +51,5 @@ def test_an_unknown_option_names_the_nearest():
 def test_a_reference_is_changed_by_options_and_checks_them():
     reference = ModelRef.of("specimen", dtype="float16")
     assert ModelRef.of(reference, device="cpu") == ModelRef("specimen", dtype="float16", device="cpu")
-    with pytest.raises(ConfigError, match="expected trust_layout as True or False, found 'x'"):
+    with pytest.raises(ConfigError, match="expected trust_layout=True or trust_layout=False, found 'x'"):
         ModelRef("specimen", trust_layout="x")  # type: ignore[arg-type]

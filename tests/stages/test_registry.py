@@ -95,7 +95,9 @@ def test_two_of_one_name_are_told(monkeypatch):
         declare = stage(version=1, inputs={"x": ("layer",)}, outputs={"y": ("layer",)})
         vars(module)["twin"] = declare(module.twin)
     monkeypatch.setattr(mizarr.stages, "_declaring_modules", lambda: iter((one, other)))
-    with pytest.raises(StageError, match="two stages are named 'twin', one in other"):
+    with pytest.raises(
+        StageError, match="expected stages with different names, found two named 'twin', one of them in other"
+    ):
         registry.__wrapped__()
 
 

@@ -103,7 +103,7 @@ def test_workers_of_this_machine_give_the_same_bits_of_everything(folder, clt, t
     assert {entry.layout("resid_post").codec for entry in store.entries()} == {"zstd", ""}
     assert contents(store) == alone
     said = capfd.readouterr().err
-    assert f"2 workers, each of {threads_per_worker(2)} thread" in said
+    assert f"2 workers, each with {threads_per_worker(2)} thread" in said
     assert "distributed" not in said  # its log is for its developers
 
 
@@ -214,16 +214,16 @@ def test_a_model_in_memory_a_store_in_memory_and_two_kinds_of_workers_are_refuse
     with pytest.raises(PlanError, match=r"found 'tcp://127\.0\.0\.1:1' and 2 workers"):
         run(patched(folder), store, cluster="tcp://127.0.0.1:1", workers=2)
     model = mizarr.Model.from_pretrained(folder)
-    with pytest.raises(PlanError, match="pass its name instead of a loaded model"):
+    with pytest.raises(PlanError, match="expected a model by name"):
         mizarr.capture(model, [[1, 2]], RESID, store=store, workers=2, progress=False)
     with pytest.raises(PlanError, match="found 2 workers"):
         mizarr.capture(folder, [[1, 2]], RESID, store=store, workers=2, order="layer", progress=False)
-    with pytest.raises(PlanError, match="pass its name instead of a loaded model"):
+    with pytest.raises(PlanError, match="expected a model by name"):
         mizarr.attribution_graph(model, clt, GRAPHED, store=store, workers=2)
     with pytest.raises(PlanError, match="expected a store that the workers of"):
         mizarr.attribution_graph(folder, clt, GRAPHED, cluster="tcp://127.0.0.1:1")
     pytest.importorskip("obstore")
-    with pytest.raises(PlanError, match="expected a store that other processes can read, found memory://"):
+    with pytest.raises(PlanError, match="worker processes cannot read the store memory://"):
         run(patched(folder), mizarr.open_store("memory://workers/x"), workers=2)
     assert not list(store.records())
     assert not (tmp_path / "data").exists() or not any((tmp_path / "data").iterdir())

@@ -47,7 +47,7 @@ def speaks(monkeypatch, tmp_path):
         for name, value in {**server.settings(endpoint), **more}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("MIZARR_CACHE", str(tmp_path / "cache"))
-        cloud._connected.cache_clear()
+        cloud._bucket_client.cache_clear()
 
     yield speak
-    cloud._connected.cache_clear()
+    cloud._bucket_client.cache_clear()

@@ -204,7 +204,7 @@ def test_a_chunk_that_promises_more_than_it_may_is_refused_before_it_is_decoded(
     body = bytearray(content[: -layout.index_bytes - 4])
     body[4:8] = (1 << 31).to_bytes(4, "little")
     forged = bytes(body) + crc32c(bytes(body)).to_bytes(4, "little") + content[-layout.index_bytes :]
-    with pytest.raises(CorruptEntry, match="do not say so"):
+    with pytest.raises(CorruptEntry, match="found a header that states"):
         plain_measure(forged, layout, "x")
 
 
@@ -240,7 +240,7 @@ def test_the_command_makes_an_archive_smaller_and_refuses_other_codecs(tmp_path,
     assert run(["verify", "--store", names[1]]) == 0
     assert contents(open_store(names[1])) == contents(plain)
     assert run(["copy", *names, "--codec", "gzip"]) == 2
-    with pytest.raises(ConfigError, match="expected a codec among zstd, none, found 'gzip'"):
+    with pytest.raises(ConfigError, match="among zstd, none, found 'gzip'"):
         plain.copy_to(open_store(tmp_path / "x"), codec="gzip")
     capsys.readouterr()
 

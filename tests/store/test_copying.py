@@ -273,9 +273,9 @@ def test_names_that_lead_out_of_the_store_are_refused(store, there, tmp_path):
     told = unsealed("x", path.read_bytes(), ("content", "files"))
     told["files"]["../../../../secret"] = [6, "sha256:" + "0" * 64]
     path.write_bytes(sealed(told))
-    with pytest.raises(CorruptEntry, match="below its folder"):
+    with pytest.raises(CorruptEntry, match="outside of its folder"):
         store.copy_to(open_store(there))
-    with pytest.raises(CorruptEntry, match="below its folder"):
+    with pytest.raises(CorruptEntry, match="outside of its folder"):
         open_store(store.path)[record.key]
     assert any("unreadable" in str(damage) for damage in store.verify())
 
@@ -295,7 +295,7 @@ def test_the_commands_copy_choose_and_merge(store, tmp_path, capsys, arrays):
     result(other, "third")
     result(other, "mean", shift=2.0)
     told = said("merge", source, tmp_path / "other", tmp_path / "all")
-    assert f"{mean.key[:12]} is there with another content" in told.err
+    assert f"{mean.key[:12]} is in the target with other content" in told.err
     assert len(shown(open_store(tmp_path / "all"))) == arrays + 3
     found = json.loads(said("copy", source, tmp_path / "all", "--json").out)
     assert len(found[0]["present"]) == arrays + 2 and found[0]["bytes"] == 0

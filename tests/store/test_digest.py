@@ -120,13 +120,13 @@ def test_digests_are_the_same_in_another_process(seed):
     "value", [object(), b"bytes", 1j, lambda: 0, np.zeros(2), {1: "a"}, [{"a": object()}], range(3)]
 )
 def test_what_has_no_spelling_is_refused(value):
-    with pytest.raises(TypeError, match="expected"):
+    with pytest.raises(TypeError, match="a key can"):
         canonical_json(value)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), np.float32("-inf"), 2**53 + 1, -(2**60)])
 def test_numbers_that_json_cannot_keep_are_refused(value):
-    with pytest.raises(ValueError, match="expected"):
+    with pytest.raises(ValueError, match="a key can"):
         canonical_json({"a": [value]})
 
 

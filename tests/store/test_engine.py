@@ -87,7 +87,7 @@ def test_the_engine_gives_what_the_store_gives(store, run):
 
 def test_another_path_is_refused_with_what_to_do(store, tmp_path):
     for place in (tmp_path, tmp_path / "none", store.files.root):
-        with pytest.raises(EntryNotFound, match="expected the folder of a stored run or result"):
+        with pytest.raises(EntryNotFound, match="opens the folder of a stored run or result"):
             xr.open_dataset(place, engine="mizarr")
 
 

@@ -82,7 +82,7 @@ def test_temporary_files_are_not_listed(tmp_path):
 @pytest.mark.parametrize(
     ("code", "error", "says"),
     [
-        (errno.ENOSPC, StoreFull, "run again: it resumes"),
+        (errno.ENOSPC, StoreFull, "run the command again, which resumes"),
         (errno.EDQUOT, StoreFull, "gc"),
         (errno.EROFS, ReadOnlyStore, "mode='r'"),
         (errno.EACCES, ReadOnlyStore, "mode='r'"),
@@ -169,7 +169,7 @@ def test_a_batch_of_many_bytes_gets_its_names_in_turns(tmp_path, synced, monkeyp
     monkeypatch.setattr(
         os, "link", lambda source, target: (synced.append(f"link {Path(target).name}"), real(source, target))
     )
-    monkeypatch.setattr("mizarr.store.files.local._UNNAMED", 10)
+    monkeypatch.setattr("mizarr.store.files.local._MOST_UNNAMED_BYTES", 10)
     assert LocalFolder(tmp_path).put_all({"a": [b"12345"], "b": [b"12345"], "c": [b"1"]}) == {"a", "b", "c"}
     order = [each if each[:4] == "link" else Path(each).name[:3] for each in synced[:-1]]
     assert order == [".a.", ".b.", "link a", "link b", ".c.", "link c"]

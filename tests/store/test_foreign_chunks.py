@@ -170,7 +170,7 @@ def test_a_run_whose_array_was_stored_again_is_refused(kind, run_of_segments, tm
     record.write_bytes(sealed({"files": {"resid_post/zarr.json": told(folder / "zarr.json")}}))
     store = open_store(tmp_path / "store", mode="r")
     (entry,) = store.entries()
-    with pytest.raises(CorruptEntry, match="found it stored again with other codecs or chunks"):
+    with pytest.raises(CorruptEntry, match="rewritten with other codecs or chunks"):
         entry.open()["resid_post"].load()
 
 

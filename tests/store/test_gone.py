@@ -86,7 +86,7 @@ def test_a_store_that_is_gone_is_refused_before_anything_is_computed(writer, way
     way(root)
     before = root.exists(), holdings(root)
     monkeypatch.setattr(Model, "forward", lambda *_: pytest.fail("a pass was computed"))
-    with pytest.raises(StoreError, match=r"store\.json there any more: it was renamed, removed or unmounted"):
+    with pytest.raises(StoreError, match=r"store\.json any more: it was renamed, removed or unmounted"):
         WRITERS[writer](store)
     assert (root.exists(), holdings(root)) == before
 
@@ -95,7 +95,7 @@ def test_a_store_that_is_gone_is_refused_before_anything_is_computed(writer, way
 def test_a_store_that_goes_while_something_is_computed_leaves_no_half_store(way, tmp_path):
     root = tmp_path / "store"
     store = open_store(root)
-    with pytest.raises(StoreError, match=r"store\.json there any more"):
+    with pytest.raises(StoreError, match=r"store\.json any more"):
         store.put_result(KEY, RESULT, confirm=lambda: way(root))
     assert not root.exists() or not list(root.glob("keys/*/*"))
     assert root.exists() == (way in (removed_and_an_empty_folder_in_its_place, without_its_description))
@@ -105,7 +105,7 @@ def test_what_was_renamed_opens_where_it_is_now(tmp_path):
     store = open_store(tmp_path / "store", durability="process")
     capture(store)
     renamed(tmp_path / "store")
-    with pytest.raises(StoreError, match="open it where it is now"):
+    with pytest.raises(StoreError, match="open it at its new place"):
         capture(store)
     moved = open_store(tmp_path / "elsewhere")
     assert moved.verify() == [] and len(list(moved.entries())) == 1
@@ -128,7 +128,7 @@ def test_whoever_reads_is_told_that_the_store_is_gone(reader, way, tmp_path):
     open_store(tmp_path / "store", durability="process")
     store = open_store(tmp_path / "store", mode="r")
     way(tmp_path / "store")
-    with pytest.raises(StoreError, match="open it where it is now"):
+    with pytest.raises(StoreError, match="open it at its new place"):
         READERS[reader](store)
 
 
@@ -136,9 +136,9 @@ def test_a_prefix_whose_description_was_deleted_is_refused():
     pytest.importorskip("obstore")
     store = open_store("memory://gone")
     store.files.delete("store.json")
-    with pytest.raises(StoreError, match=r"store\.json there any more"):
+    with pytest.raises(StoreError, match=r"store\.json any more"):
         store.put_result(KEY, RESULT)
-    with pytest.raises(StoreError, match=r"store\.json there any more"):
+    with pytest.raises(StoreError, match=r"store\.json any more"):
         pickle.loads(pickle.dumps(store)).put_result(KEY, RESULT)
     assert list(store.files.list("")) == []
 
@@ -176,5 +176,5 @@ def test_the_command_line_says_so_in_a_line(tmp_path):
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert "store.json there any more" in done.stderr
+    assert "store.json any more" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]

@@ -185,7 +185,7 @@ def test_a_file_written_over_with_its_old_stamp_is_digested_again(tmp_path, monk
     path = tmp_path / "weights"
     path.write_bytes(bytes(1 << 20))
     digests = FileDigests(None)
-    monkeypatch.setattr("mizarr.store.files.stamps._SETTLED", -1)
+    monkeypatch.setattr("mizarr.store.files.stamps._SETTLED_SECONDS", -1)
     monkeypatch.setattr("mizarr.store.index.stamp", lambda stat: (1, 2, stat.st_size, 4, 5))
     first = digests.digest(path)
     assert digests.digest(path) == first == file_digest(path)

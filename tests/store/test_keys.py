@@ -61,7 +61,7 @@ def test_a_key_keeps_its_own_parameters():
 
 
 def test_parameters_without_an_identity_are_refused_at_once():
-    with pytest.raises(TypeError, match="identity"):
+    with pytest.raises(TypeError, match="plain values only"):
         ResultKey("pca", 1, {"array": np.zeros(2)})
 
 

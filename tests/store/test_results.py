@@ -95,7 +95,7 @@ def test_opening_reads_no_values(store, monkeypatch):
 def test_a_chunk_that_is_gone_is_damage_and_not_zeros(store):
     record = store.put_result(KEY, xr.Dataset({"x": ("a", np.arange(5.0))}))
     (store.path / record.data / "dataset" / "x" / "c" / "0").unlink()
-    with pytest.raises(CorruptEntry, match="found none"):
+    with pytest.raises(CorruptEntry, match="found no file"):
         store.open_result(KEY)
 
 
@@ -172,7 +172,7 @@ def test_text_stays_text_whether_a_result_opens_whole_or_chunked(store, monkeypa
     key = ResultKey("texts", 1, {}, {})
     store.put_result(key, dataset)
     whole = store.open_result(key)
-    monkeypatch.setattr(results, "_WHOLE", 0)
+    monkeypatch.setattr(results, "_ONE_CHUNK_BYTES", 0)
     chunked = store.open_result(key)
     for found in (whole, chunked):
         assert {found[name].dtype.kind for name in ("word", "label")} == {"T"}

@@ -140,6 +140,6 @@ def test_revisions_that_do_not_differ_are_refused(given, hub):
 
 
 def test_a_revision_that_is_not_there_is_one_line(hub):
-    with pytest.raises(ModelNotFound, match="not its revision 'step9'") as caught:
+    with pytest.raises(ModelNotFound, match="at revision 'step9'") as caught:
         build("head_detection", model=hub, revision="step1,step9", **ASK)
     assert "\n" not in str(caught.value)

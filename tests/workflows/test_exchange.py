@@ -222,7 +222,7 @@ def test_without_ids_none_are_shown(write, store):
     assert "token_id" not in states.coords and "text" not in states.coords
     again = open_store(store.path, mode="r")[states.encoding["run"]]
     assert "token_id" not in again.coords
-    with pytest.raises(PromptError, match="token ids, found none"):
+    with pytest.raises(PromptError, match="needs token ids"):
         states.mi.sel(token=3)
 
 
@@ -343,7 +343,7 @@ def test_provenance_says_that_the_model_is_declared(write, store):
 
 
 def test_a_killed_import_goes_on_where_it_was(write, store, monkeypatch):
-    monkeypatch.setattr("mizarr.store.store._SHARD", 48)  # segments of four tokens
+    monkeypatch.setattr("mizarr.store.store._SHARD_BYTES", 48)  # segments of four tokens
     path = write(**posts(), row_size=SIZES)
     real, written = Entry.write_segment, []
 
@@ -443,48 +443,49 @@ BAD = {
     "float row sizes": (posts() | {"row_size": SIZES / 1.0}, {}, PromptError, "integers, found float64"),
     "empty prompt": (posts() | {"row_size": np.array([0, 15])}, {}, PromptError, "prompt 0 is empty"),
     "few ids": (RAGGED | {"token_ids": IDS[:-1]}, {}, PromptError, "found ids of shape [14]"),
-    "float ids": (RAGGED | {"token_ids": IDS / 2}, {}, PromptError, "row of integers"),
-    "huge ids": (RAGGED | {"token_ids": IDS + 2**40}, {}, PromptError, "do not fit"),
+    "float ids": (RAGGED | {"token_ids": IDS / 2}, {}, PromptError, "array of integers"),
+    "huge ids": (RAGGED | {"token_ids": IDS + 2**40}, {}, PromptError, "that fit int32"),
     "negative ids": (RAGGED | {"token_ids": IDS - 5}, {}, PromptError, ">= 0"),
     "few texts": (posts(), {"texts": ["a", "b"]}, PromptError, "one text per prompt"),
     "left padding": (
         {FIRST: ZEROS.reshape(2, 3, 4), "attention_mask": np.array([[0, 1, 1]] * 2)}, {}, PromptError, "right"
     ),
-    "too few axes": ({FIRST: ZEROS[0]}, {}, ShapeError, "all alike, found [4]"),
-    "too many axes": ({FIRST: ZEROS.reshape(1, 1, 6, 4)}, {}, ShapeError, "found [1, 1, 6, 4]"),
+    "too few axes": ({FIRST: ZEROS[0]}, {}, ShapeError, "alike, found shape [4]"),
+    "too many axes": ({FIRST: ZEROS.reshape(1, 1, 6, 4)}, {}, ShapeError, "found shape [1, 1, 6, 4]"),
     "batch and packed": ({FIRST: ZEROS.reshape(2, 3, 4), SECOND: ZEROS}, {}, ShapeError, "alike"),
     "lengths": ({FIRST: ZEROS, SECOND: ZEROS[1:]}, {}, ShapeError, "'blocks.1.hook_resid_post' for"),
-    "widths": ({FIRST: ZEROS, SECOND: ZEROS[:, 1:]}, {}, ShapeError, "[4] per token like the other"),
+    "widths": ({FIRST: ZEROS, SECOND: ZEROS[:, 1:]}, {}, ShapeError, "[4] per token, as in the other"),
     "dtypes": ({FIRST: ZEROS, SECOND: ZEROS.astype("f2")}, {}, ShapeError, "float16, float32"),
     "integers": ({FIRST: ZEROS.astype("i4")}, {}, ShapeError, "found int32"),
-    "layers": (posts(), {"n_layers": 2}, ShapeError, "below 2, found layer 3"),
-    "twice": ({"a": ZEROS, "b": ZEROS}, {"names": {"a": FIRST, "b": FIRST}}, ShapeError, "both hold"),
+    "layers": (posts(), {"n_layers": 2}, ShapeError, "layer 3, and n_layers=2"),
+    "twice": ({"a": ZEROS, "b": ZEROS}, {"names": {"a": FIRST, "b": FIRST}}, ShapeError, "both for hook"),
     "axes of several models": (
         {POST.format(0): np.zeros((5, 3), "f4"), "hook_embed": np.zeros((5, 4), "f4")}, {}, ShapeError,
-        "axis 'hidden' of one length",
+        "axis 'hidden' with the same length",
     ),
     "empty axis": ({POST.format(0): np.zeros((5, 0), "f4")}, {}, ShapeError, "at least 1"),
     "a number per layer": (
-        {"h": np.ones(2, "f4")}, {"names": {"h": POST.format("*")}}, ShapeError, "all alike, found []"
+        {"h": np.ones(2, "f4")}, {"names": {"h": POST.format("*")}}, ShapeError, "alike, found shape []"
     ),
     "no layers": (
-        {"h": np.zeros((0, 5, 3), "f4")}, {"names": {"h": POST.format("*")}}, ShapeError, "found [0, 5, 3]"
+        {"h": np.zeros((0, 5, 3), "f4")}, {"names": {"h": POST.format("*")}}, ShapeError,
+        "found shape [0, 5, 3]",
     ),
     "too many layers": ({POST.format(10**9): NUMBERS[0]}, {}, ShapeError, "at most 10000 layers"),
     "ids beyond row sizes": (
         posts() | {"row_size": SIZES}, {"tokens": [[1] * (n + 1) for n in SIZES]}, PromptError,
-        "found 19 in 4",
+        "found 19 ids in 4 lists",
     ),
     "ids that miss a start token": (
         {POST.format(0): np.zeros((2, 5, 3), "f4")}, {"tokens": [[1] * 4, [1] * 4]}, ShapeError,
-        "the longest of 4",
+        "4 in the longest",
     ),
-    "ids of one prompt alone": (posts(), {"tokens": [1, 2, 3]}, PromptError, "one list per prompt"),
-    "no ids": (posts(), {"tokens": []}, PromptError, "one list per prompt"),
+    "ids of one prompt alone": (posts(), {"tokens": [1, 2, 3]}, PromptError, "one list of ids per prompt"),
+    "no ids": (posts(), {"tokens": []}, PromptError, "one list of ids per prompt"),
     "ids of three axes": (
         posts() | {"token_ids": np.zeros((1, 15, 1), int)}, {}, PromptError, "shape [1, 15, 1]"
     ),
-    "one span": (posts() | {"char_start": np.arange(15)}, {}, PromptError, "come together"),
+    "one span": (posts() | {"char_start": np.arange(15)}, {}, PromptError, "give both or neither"),
     "mask of less": (
         {POST.format(0): np.zeros((2, 5, 3), "f4"), "attention_mask": np.ones((2, 4), int)}, {}, ShapeError,
         "[2, 5], found [2, 4]",
@@ -521,7 +522,7 @@ def test_a_truncated_file_is_told(write, tmp_path):
     [
         ("a.safetensors", None, "found none; check the path"),
         ("a.pt", b"", "expected a .safetensors or .npz"),
-        ("a.npz", b"no zip", "expected an npz file"),
+        ("a.npz", b"no zip", "cannot be read"),
     ],
 )
 def test_files_of_another_kind_are_told(tmp_path, name, content, says):
@@ -550,8 +551,8 @@ def test_a_file_that_is_written_over_meanwhile_is_not_stored(
     other = write("other", **posts(numbers=NUMBERS + 1), row_size=SIZES).read_bytes()
     if is_old:
         os.utime(path, (1e9, 1e9))
-        monkeypatch.setattr("mizarr.store.files.stamps._SETTLED", -1.0)
-    monkeypatch.setattr("mizarr.store.store._SHARD", 48)  # segments of four tokens
+        monkeypatch.setattr("mizarr.store.files.stamps._SETTLED_SECONDS", -1.0)
+    monkeypatch.setattr("mizarr.store.store._SHARD_BYTES", 48)  # segments of four tokens
     place, name = {
         "labels": (exchange, "_split_arrays"),
         "key": (exchange, "declared_run"),
@@ -583,7 +584,7 @@ import sys
 import mizarr
 from mizarr.store import open_store
 from mizarr.store.exchange import imports
-imports._AT_ONCE >>= 3
+imports._MEMORY_BYTES >>= 3
 store = open_store(sys.argv[1], durability="process")
 mizarr.import_activations(sys.argv[1] + ".npz", model="gpt2", store=store)
 print({PEAK})

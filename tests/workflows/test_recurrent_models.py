@@ -34,9 +34,9 @@ PROMPT, OTHER, LONGER = (
 PAIR = {"prompt": PROMPT, "corrupted": [OTHER], "answer": "French", "answer_piece": "first"}
 FEW_PAIRS = {"limit": 2, "others": 2}
 ATTENDS = r"expected a model that attends, found \w+ \(rwkv6\)"
-MADE_FOR = "has features of layer 5, rwkv6 has layers 0 to 1; it was made for specimen"
+MADE_FOR = "has features of layer 5, but rwkv6 has only layers 0 to 1; use the model it was trained on"
 KNOWS_NONE = "The model knows the answer of 0 of 2 pairs to choose on"
-NO_FILE = "expected a file of AlgZoo, .safetensors or .pth, found a folder"
+NO_FILE = r"weights of an AlgZoo network, in a file that ends in \.safetensors or \.pth, found a folder"
 NO_DICTIONARY = "expected a dictionary for .*rwkv6, found none"
 ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "logit_lens": ({"prompts": [PROMPT]}, ""),
@@ -61,8 +61,8 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "expert_routing": ({}, r"expected a mixture of experts, found \w+ \(rwkv6\)"),
     "probe": ({"targets": ["character_count"], "examples": 200}, ""),
     "inspect_weights": ({}, ""),
-    "ov_qk": ({}, r"expected a model with heads that have queries, keys and values .* found rwkv6"),
-    "composition": ({}, r"expected a model with heads that have queries, keys and values .* found rwkv6"),
+    "ov_qk": ({}, "attention heads with query, key and value matrices, and rwkv6 has none"),
+    "composition": ({}, "attention heads with query, key and value matrices, and rwkv6 has none"),
     "evaluate": ({"limit": 4, "sequences": 4, "length": 12, "facts": 8, "controls": 20}, ""),
     "steering_dose_response": ({}, ATTENDS),
     "steering_convergence": (

@@ -47,8 +47,10 @@ def test_offline_it_says_what_it_would_fetch_and_runs_the_protocol(
     asked = ["replicate", "attention-patterns", "--store", str(tmp_path / "store"), "--quiet", "--json"]
     assert run(asked) == 0
     said = capsys.readouterr()
-    assert "not here: meta-llama/Llama-3.2-1B at main (how many bytes only the hub can say" in said.err
-    assert "the protocol runs, and replicates nothing" in said.err
+    assert (
+        "not in the local cache: meta-llama/Llama-3.2-1B at main (unknown size, because the hub" in said.err
+    )
+    assert "not that the result replicates" in said.err
     document = json.loads(said.out)
     assert document["is_published_model"] is False and document["claims"] == []
     expected = build("attention_patterns", prompt="The capital of France is", key="first")

@@ -36,7 +36,7 @@ def test_lines_of_json_are_texts_and_no_prose(tmp_path):
         ("empty.txt", b"\n", "expected at least one text"),
         ("ids.jsonl", b"[1, 2]\n", "expected texts in .*found token ids"),
         ("broken.jsonl", b"{\n", "expected JSON"),
-        ("table.csv", b"a,b\n", "make it .jsonl"),
+        ("table.csv", b"a,b\n", "convert it to .jsonl"),
     ],
 )
 def test_what_holds_no_texts_is_refused_in_a_line(tmp_path, name, content, said):

@@ -203,7 +203,9 @@ def test_nodes_get_the_snapshot_that_a_branch_was_when_it_was_named(hub: str):
 def test_a_device_beside_a_loaded_model_is_refused(tiny_model: Path):
     from mizarr import Model
 
-    with pytest.raises(ConfigError, match="expected device beside a model's name, found device='cuda:1'"):
+    with pytest.raises(
+        ConfigError, match="expected device together with the name of a model, found device='cuda:1'"
+    ):
         build("logit_lens", model=Model.from_pretrained(tiny_model, device="cpu"), device="cuda:1")
 
 

@@ -1,6 +1,7 @@
-"""Addresses of pages: paths relative to the root of the site, the same for the server and for files.
+"""Addresses of the HTML pages about a store: paths relative to the root of the site.
 
-The functions only compose paths; `find_page` decides whether there is a page at an address.
+They are the same for the server (`mizarr browse`) and for files (`mizarr site`). The functions only compose
+paths; `find_page` decides whether there is a page at an address.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ __all__ = [
 ]
 
 INDEX = "index.html"
-"""The first page."""
+"""Address of the first page."""
 SEARCH = "search.html"
-"""The page that searches prompts."""
+"""Address of the page that searches prompts."""
 LEFT_OUT = "left-out.html"
-"""Target of the links in a written site whose pages are beyond its limits."""
+"""Address that links in a written site lead to if their own page is beyond the limits of the site."""
 
 
 def listing(name: str, number: int = 1) -> str:
-    """Address of a page of a list: runs, questions, results or cells of a store.
+    """Address of a page of a long list of a store's entries.
 
     Arguments:
-        name: "runs", "questions", "results" or "cells".
-        number: number of the page, from 1.
+        name: "runs", "questions" (computed workflows), "results" or "cells" (partial results).
+        number: Number of the page of the list, from 1.
     """
     return f"{name}/{number}.html"
 
@@ -42,8 +43,8 @@ def run(digest: str, number: int = 1) -> str:
     """Address of the page of a run.
 
     Arguments:
-        digest: digest of the run.
-        number: number of the page of its list of prompts, from 1.
+        digest: Digest of the run.
+        number: Number of the page of its list of prompts, from 1.
     """
     return f"run/{digest}/prompts/{number}.html"
 
@@ -52,9 +53,9 @@ def prompt(digest: str, prompt: int, number: int = 1) -> str:
     """Address of the page of a prompt.
 
     Arguments:
-        digest: digest of the run.
-        prompt: index of the prompt, from 0.
-        number: number of the page of its tokens, from 1.
+        digest: Digest of the run.
+        prompt: Index of the prompt in the run, from 0.
+        number: Number of the page of its tokens, from 1.
     """
     return f"run/{digest}/prompt/{prompt}/{number}.html"
 
@@ -63,24 +64,24 @@ def token(digest: str, token: int) -> str:
     """Address of the page of a token.
 
     Arguments:
-        digest: digest of the run.
-        token: index of the token along the packed token axis of the run.
+        digest: Digest of the run.
+        token: Index of the token along the packed axis, which joins the tokens of all prompts of the run.
     """
     return f"run/{digest}/token/{token}.html"
 
 
 def question(digest: str) -> str:
-    """Page of a computed workflow, given by the digest of its `Question`."""
+    """Address of the page of a computed workflow, given by the digest of its `Question`."""
     return f"question/{digest}.html"
 
 
 def result(key: str) -> str:
-    """Page of a result, given by its full key."""
+    """Address of the page of a stored result, given by its full key."""
     return f"result/{key}.html"
 
 
 def relative(address: str, target: str) -> str:
-    """Relative link from one page to another.
+    """Relative link from one page to another, to be written into an HTML page.
 
     Arguments:
         address: Address of the page with the link.

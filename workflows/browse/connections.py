@@ -30,36 +30,38 @@ class TimedProtocol(H11Protocol):
     _timer: asyncio.TimerHandle | None = None
     """Timer that calls `_check` PATIENCE seconds after the last progress of the connection."""
     _unsent = 0
-    """Bytes in the write buffer when the timer was started."""
+    """Number of bytes that waited to be sent when the timer was started."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer for the first request."""
+        """Called by asyncio for a new connection: starts the timer for its first request."""
         super().connection_made(transport)
         self._restart_timer()
 
     def on_response_complete(self) -> None:
-        """Start the timer for the next request."""
+        """Called by uvicorn after a response: starts the timer for the next request on the connection."""
         self._restart_timer()
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timer."""
+        """Called by asyncio when the connection is closed: cancels the timer."""
         super().connection_lost(exc)
         if self._timer is not None:
             self._timer.cancel()
 
     def _restart_timer(self) -> None:
-        """Start the timer anew, and record the bytes that wait to be sent."""
+        """Start the timer anew, and note how many bytes wait to be sent."""
         if self._timer is not None:
             self._timer.cancel()
         self._unsent = self.transport.get_write_buffer_size()
         self._timer = self.loop.call_later(PATIENCE, self._check)
 
     def _check(self) -> None:
-        """Close the connection unless a response is being computed or the client has read some of it."""
+        """Close the connection unless a response is being computed or the client has read a part of one."""
         unsent = self.transport.get_write_buffer_size()
+        # `cycle` is uvicorn's current request and response; nothing to send yet: the page is being computed.
         is_computing = not unsent and self.cycle is not None and not self.cycle.response_complete
-        if is_computing or unsent != self._unsent:
+        has_read_a_part = unsent != self._unsent
+        if is_computing or has_read_a_part:
             self._restart_timer()
         else:
             # abort, not close: close would wait until the client has read the buffer.
@@ -70,8 +72,8 @@ class TimedProtocol(H11Protocol):
 def redirecting_file(address: str) -> Iterator[Path]:
     """Temporary HTML file that redirects a browser to an address; removed at the end of the `with` block.
 
-    The address is a secret, and every user of the machine can read the command line that opens a browser: it
-    names this file, which only this user can read.
+    The address is secret, but every user of the machine can read the command line that opens a browser.
+    Therefore that command line names this file, which only this user can read.
     """
     # The module tempfile creates its files with mode 0600.
     with NamedTemporaryFile("w", prefix="mizarr-browse-", suffix=".html", encoding="utf-8") as file:

@@ -1,7 +1,7 @@
-"""Routing: the page at an address.
+"""Routing: from the address in a request to the page that is shown.
 
-Digests and keys in an address are looked up among the entries of a snapshot. No part of an address becomes a
-file path, so a request cannot reach other files.
+Digests and keys in an address are looked up among the entries of a snapshot of the store. No part of an
+address becomes a file path, so a request cannot reach other files.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from .pages.token import token_page
 __all__ = ["NUMBER", "find_news", "find_page"]
 
 NUMBER = r"(0|[1-9][0-9]{0,11})"
-"""Regular expression of a number in an address, at most 12 digits long so that any index fits."""
+"""Regular expression of a number in an address: at most 12 digits, enough for any index of a store."""
 _RUN = r"run/([0-9a-f]{64})"
+"""Regular expression of the first part of the addresses of a run's pages; its group is the digest of the
+run."""
 
 
 def find_page(snapshot: Snapshot, address: str) -> Page | None:
@@ -46,14 +48,14 @@ def find_page(snapshot: Snapshot, address: str) -> Page | None:
 
 
 def find_news(snapshot: Snapshot, address: str) -> dict[str, Any] | None:
-    """Progress of captures as JSON values, which the script of a page with `Page.live` polls.
+    """Progress of captures as JSON values; the script of a page with `Page.live` requests it again and again.
 
     Arguments:
         snapshot: Content of the store.
-        address: Address that the script asks for.
+        address: Address that the script requests.
 
     Returns:
-        {"progress": [...]}, or None if this is not the address of a progress document.
+        {"progress": [fields of a `HarvestProgress`, ...]}, or None if no progress document has this address.
     """
     if address == "live.json":
         states = [*reading(snapshot), *harvests(snapshot, addresses.INDEX)]
@@ -69,13 +71,20 @@ def find_news(snapshot: Snapshot, address: str) -> dict[str, Any] | None:
 
 
 def _run(snapshot: Snapshot, digest: str) -> HeldFolder | None:
-    """Look up the folder of a run by digest; None for an unknown digest or a folder without a run."""
+    """Folder of a run, looked up by digest; None for an unknown digest or a folder without a run."""
     folder = snapshot.folders.get(f"data/{digest[:2]}/{digest}")
     return folder if folder is not None and folder.run is not None else None
 
 
 def _of_run(make: Callable[..., Page | None]) -> Callable[..., Page | None]:
-    """Adapt a page function of (snapshot, run folder, numbers) to the groups of an address pattern."""
+    """Make a page function for `_PAGES` from one that takes the folder of a run.
+
+    Arguments:
+        make: Function of (snapshot, folder of the run, numbers in the address).
+
+    Returns:
+        Function of (snapshot, digest of the run, numbers as text); None for an unknown digest.
+    """
 
     def page(snapshot: Snapshot, digest: str, *numbers: str) -> Page | None:
         folder = _run(snapshot, digest)
@@ -85,7 +94,7 @@ def _of_run(make: Callable[..., Page | None]) -> Callable[..., Page | None]:
 
 
 def _list(snapshot: Snapshot, name: str, number: str) -> Page | None:
-    """A page of a list; None for number 0, as pages count from 1."""
+    """A page of a long list, such as "runs"; None for number 0, as pages count from 1."""
     return listing(snapshot, name, int(number)) if int(number) else None
 
 
@@ -115,4 +124,5 @@ _PAGES: tuple[tuple[str, Callable[..., Page | None]], ...] = (
     (rf"{_RUN}/prompt/{NUMBER}/([1-9][0-9]{{0,11}})\.html", _of_run(prompt_page)),
     (rf"{_RUN}/token/{NUMBER}\.html", _of_run(token_page)),
 )
-"""(pattern of the address, function from the snapshot and the groups of the pattern to the page)."""
+"""(pattern of an address, function from the snapshot and the groups of the pattern to the page) of all
+pages."""

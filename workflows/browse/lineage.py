@@ -1,8 +1,8 @@
-"""Lineage of a run or result as a drawing: its inputs, and the results computed from it.
+"""Drawing of the lineage of a run or result: what it was computed from, and what was computed from it.
 
 Inputs are in columns on the left, the entry itself in the middle, results computed from it on the right. At
 most `MOST` entries per side are drawn; the caption says how many are omitted. A dashed frame marks entries
-that `mizarr gc` would free. This module computes coordinates; the template browse.html writes the SVG.
+that `mizarr gc` would delete. This module computes coordinates; the template browse.html writes the SVG.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["Box", "Lineage", "lineage"]
 MOST = 24
 """Largest number of entries drawn on each side."""
 WIDE, HIGH, ACROSS, DOWN = 216, 48, 270, 64
-"""Width and height of a box, horizontal and vertical distance between boxes, in units of the drawing."""
+"""Width and height of a box, horizontal and vertical distance between boxes, in SVG units."""
 LETTERS = 26
-"""Characters of a name that fit into a box, in the monospaced font of browse.css: 7.3 units each."""
+"""Number of characters that fit into a box, in the monospaced font of browse.css: 7.3 SVG units each."""
 
 
 @dataclass(frozen=True)
@@ -30,52 +30,52 @@ class Box:
     """Box of a run or result in the drawing."""
 
     name: str
-    """Label of the entry."""
+    """Label of the entry, such as "lens/2": the first line in the box."""
     told: str
-    """Second line: start of the digest, and size on disk."""
+    """Second line in the box: first digits of the digest, and size on disk."""
     href: str
     """Relative address of the entry's page; "" for no link."""
     fate: str
-    """Phrase of `Snapshot.fate`: whether and when `mizarr gc` removes the entry."""
+    """Whether and when `mizarr gc` deletes the entry, as `Snapshot.fate` says it."""
     x: float
-    """Left edge of the box."""
+    """Left edge of the box, in SVG units."""
     y: float
-    """Upper edge of the box."""
+    """Upper edge of the box, in SVG units."""
     is_freed: bool
-    """Whether `mizarr gc` would free the entry, at once or to meet a quota."""
+    """Whether `mizarr gc` would delete the entry, at once or to meet a quota."""
     is_self: bool
     """Whether this is the entry that the page is about."""
 
     @property
     def shown(self) -> str:
-        """The name, shortened to fit into the box."""
+        """The label, cut to the width of the box."""
         return paper.fit(self.name, LETTERS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lineage(View):
-    """Drawing of the lineage of one entry."""
+    """Drawing of the lineage of one run or result, in SVG units."""
 
     kind: ClassVar[str] = "lineage"
     boxes: tuple[Box, ...]
-    """Boxes of the entries, from left to right."""
+    """One box per run or result, from left to right."""
     paths: tuple[str, ...]
-    """SVG path of each connection between two boxes."""
+    """SVG path of each connection, from the box of an input to the box of what was computed from it."""
     width: float
     """Width of the drawing."""
     height: float
     """Height of the drawing."""
     box: tuple[int, int] = (WIDE, HIGH)
-    """Width and height of a box."""
+    """(width, height) of every box."""
 
 
 def lineage(snapshot: Snapshot, folder: HeldFolder, link_of: Callable[[HeldFolder], str]) -> Lineage:
-    """The lineage of a run or result.
+    """Draw the lineage of a run or result.
 
     Arguments:
         snapshot: Content of the store.
-        folder: The run or result.
-        link_of: Function from a folder to the link of its box; "" for none.
+        folder: Folder of the run or result.
+        link_of: Function from the folder of an entry to the link of its box; "" for no link.
     """
     inputs, n_omitted_inputs = _walk(folder, snapshot.made_from)
     dependents, n_omitted_dependents = _walk(folder, snapshot.made_of)
@@ -109,11 +109,11 @@ def lineage(snapshot: Snapshot, folder: HeldFolder, link_of: Callable[[HeldFolde
     ]
     width = 12 + WIDE + ACROSS * (max(columns) - leftmost)
     caption = (
-        "Left: the entries it was computed from. Right: the entries computed from it. "
-        "Dashed frame: mizarr gc would free it, at once or to meet a quota."
+        "Each box is a run or result of this store; lines lead to what was computed from it. Thick frame: "
+        "the entry of this page. Dashed frame: `mizarr gc` would delete it, at once or to meet a quota."
     )
     if n_omitted := n_omitted_inputs + n_omitted_dependents:
-        caption += f" {n_omitted} more entries are not drawn."
+        caption += f" {n_omitted} more runs and results are not drawn."
     return Lineage(
         title="Lineage",
         caption=caption,
@@ -129,10 +129,10 @@ def _walk(folder: HeldFolder, step: Callable[[HeldFolder], list[HeldFolder]]) ->
 
     Arguments:
         folder: The entry to start from; not part of the result.
-        step: Function from an entry to its direct inputs, or to its direct dependents.
+        step: Function from an entry to its direct inputs, or to the entries computed directly from it.
 
     Returns:
-        (number of steps of the longest path to each entry, by its folder; number of omitted entries).
+        (folder of each entry reached -> length of the longest path to it; number of entries left out).
     """
     reached: dict[str, HeldFolder] = {}
     omitted: set[str] = set()
@@ -159,7 +159,12 @@ def _walk(folder: HeldFolder, step: Callable[[HeldFolder], list[HeldFolder]]) ->
 
 
 def _curve(source: tuple[float, float], target: tuple[float, float]) -> str:
-    """SVG path from the right edge of one box to the left edge of another, given by their corners."""
+    """SVG path of a curve from the right edge of one box to the left edge of another.
+
+    Arguments:
+        source: Upper left corner of the first box, (x, y).
+        target: Upper left corner of the second box.
+    """
     x, y = source[0] + WIDE, source[1] + HIGH / 2
     to_x, to_y = target[0], target[1] + HIGH / 2
     bend = (to_x - x) / 2

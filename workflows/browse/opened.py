@@ -1,8 +1,10 @@
-"""Runs opened for browsing: token texts, activations of a few tokens at a time, and progress of the capture.
+"""Stored runs opened for the pages: token texts, activations of a few tokens at a time, progress of the
+capture.
 
-Only the rows that a page shows are read. This module never imports torch.
+Only the tokens that a page shows are read. This module never imports torch.
 
-Axes: layer, token (packed over all prompts), hidden (all axes after the token axis, flattened).
+Axes: layer, token (the tokens of all prompts, joined: the packed axis), hidden (all axes after the token
+axis, flattened).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ __all__ = ["Harvest", "OpenedRun", "harvest", "open_run"]
 
 @dataclass(frozen=True)
 class Harvest:
-    """Progress of the capture of a run, in segments.
+    """Progress of the capture of a run, in segments: ranges of its tokens that are written at once.
 
     A segment is complete if it holds every variable and layer that any segment of the run holds.
     """
@@ -61,61 +63,72 @@ class OpenedRun:
     """A run opened for reading, with the vocabulary of its tokenizer."""
 
     folder: HeldFolder
-    """Folder of the run in the snapshot."""
+    """Folder of the run in the store."""
     entry: LabelledEntry
-    """The stored run."""
+    """The run's stored arrays and tokens."""
     words: tuple[str, ...] | None
     """Text of each token id; None if the store has no vocabulary for the run."""
     has_ids: bool
-    """Whether the stored token ids are ids of that vocabulary; false for imports without token ids."""
+    """Whether the run's token ids are known; False for activations imported without token ids."""
     _arrays: dict[tuple[str, int | None], xr.Variable] = field(default_factory=dict, init=False, repr=False)
     """(variable, layer) -> opened array, so that a page opens each array once."""
 
     def texts(self, tokens: Iterable[int]) -> list[str]:
-        """Text of each token with visible whitespace. tokens: indices along the packed axis."""
-        return list(map(format_token, self._pieces(tokens)))
+        """Text of each token, with visible whitespace.
+
+        Arguments:
+            tokens: Indices of the tokens along the packed axis.
+        """
+        return list(map(format_token, self._plain_texts(tokens)))
 
     def passage(self, tokens: Iterable[int]) -> str:
-        """Joined text of consecutive tokens on one line, with plain spaces."""
-        return format_text("".join(self._pieces(tokens)))
+        """Text of consecutive tokens, joined on one line, with plain spaces.
 
-    def _pieces(self, tokens: Iterable[int]) -> list[str]:
-        """Text of each token: from the vocabulary, else from the prompt's text, else its id, else "?"."""
+        Arguments:
+            tokens: Indices of the tokens along the packed axis.
+        """
+        return format_text("".join(self._plain_texts(tokens)))
+
+    def _plain_texts(self, tokens: Iterable[int]) -> list[str]:
+        """Text of each token: from the vocabulary, else cut from the prompt's text, else "[id]", else "?"."""
         packed = self.entry.tokens
-        pieces = []
+        texts = []
         for token in map(int, tokens):
             token_id = int(packed.ids[token])
             if self.has_ids and self.words is not None and token_id < len(self.words):
-                pieces.append(self.words[token_id])
+                texts.append(self.words[token_id])
             elif packed.texts is not None and packed.char_start is not None and packed.char_end is not None:
-                text = packed.texts[int(packed.prompt_of(token))]
-                pieces.append(text[int(packed.char_start[token]) : int(packed.char_end[token])])
+                prompt_text = packed.texts[int(packed.prompt_of(token))]
+                texts.append(prompt_text[int(packed.char_start[token]) : int(packed.char_end[token])])
             else:
-                pieces.append(f"[{token_id}]" if self.has_ids else "?")
-        return pieces
+                texts.append(f"[{token_id}]" if self.has_ids else "?")
+        return texts
 
     def per_token(self) -> dict[str, list[int | None]]:
-        """Published variables with a row per token -> their layers; [None] for a variable without layers."""
+        """Completely captured variables with a value per token, such as "resid_post" -> their layers.
+
+        The layers of a variable without layers are [None].
+        """
         layers: dict[str, list[int | None]] = {}
         specs = self.entry.specs
         for variable, layer in self.entry.published():
+            # Other variables have a row per pair of tokens (attention patterns) or per segment.
             if specs[variable].packed == "token":
                 layers.setdefault(variable, []).append(layer)
         return layers
 
     def spec(self, variable: str) -> ArraySpec:
-        """Shape, dtype and hook point of a stored variable."""
+        """Dims, shape, dtype and hook point of a stored variable."""
         return self.entry.spec(variable)
 
     def rows(self, variable: str, layer: int | None, start: int, stop: int) -> Array:
-        """Stored values of some tokens, float32 [token, hidden]; `hidden` is 1 for a variable with one number
-        per token.
+        """Stored values of consecutive tokens, float32 [token, hidden]; hidden is 1 for scalar variables.
 
         Arguments:
             variable: Name of the stored variable.
-            layer: The layer; None for a variable without layers.
-            start: Index of the first token.
-            stop: Index after the last token.
+            layer: Layer number; None for a variable without layers.
+            start: Packed index of the first token.
+            stop: Packed index after the last token.
         """
         array = self._arrays.get((variable, layer))
         if array is None:
@@ -129,15 +142,15 @@ class OpenedRun:
         return values.reshape(stop - start, -1)
 
     def norms(self, variable: str, layers: Iterable[int | None], start: int, stop: int) -> Floats:
-        """L2 norm of each row, float64 [layer, token]; the value itself for one number per token.
+        """L2 norms of the activations of consecutive tokens, float64 [layer, token].
 
-        One layer is in memory at a time.
+        For a variable with one number per token, the number itself. One layer is in memory at a time.
 
         Arguments:
             variable: Name of the stored variable.
-            layers: The layers; None stands for a variable without layers.
-            start: Index of the first token.
-            stop: Index after the last token.
+            layers: Layer numbers; [None] for a variable without layers.
+            start: Packed index of the first token.
+            stop: Packed index after the last token.
         """
         norms = []
         for layer in layers:
@@ -148,19 +161,26 @@ class OpenedRun:
 
 
 def open_run(store: Store, folder: HeldFolder) -> OpenedRun:
-    """Open a run for reading; the last four runs are cached.
+    """Open a run for reading; the last four opened runs are cached.
 
     Arguments:
         store: The store.
         folder: Folder of the run.
     """
     stat = store.files.stat(f"{folder.data}/zarr.json")
-    return OpenedRun(folder, *_open_run(store.address, folder.data, None if stat is None else stat.stamp))
+    stamp = None if stat is None else stat.stamp
+    return OpenedRun(folder, *_open_run(store.address, folder.data, stamp))
 
 
 @lru_cache(maxsize=4)
-def _open_run(address: str, data: str, _: object) -> tuple[LabelledEntry, tuple[str, ...] | None, bool]:
-    """(entry, vocabulary, has_ids) of a run; the third argument makes a changed run a new cache entry."""
+def _open_run(address: str, data: str, stamp: object) -> tuple[LabelledEntry, tuple[str, ...] | None, bool]:
+    """The fields `entry`, `words` and `has_ids` of an `OpenedRun`.
+
+    Arguments:
+        address: Path or URL of the store.
+        data: Folder of the run, relative to the store.
+        stamp: Version of the run's metadata file; not read, but a changed run is thus opened anew.
+    """
     from ...store import open_store
 
     store = open_store(address, mode="r")
@@ -173,7 +193,12 @@ def _open_run(address: str, data: str, _: object) -> tuple[LabelledEntry, tuple[
 
 @lru_cache(maxsize=2)
 def _vocabulary(address: str, tokenizer: str) -> tuple[str, ...] | None:
-    """Stored vocabulary of a tokenizer, by its digest; None if it is missing or damaged."""
+    """Text of each token id of a tokenizer; None if the store has no vocabulary of it, or a damaged one.
+
+    Arguments:
+        address: Path or URL of the store.
+        tokenizer: Digest of the tokenizer.
+    """
     from ...store import open_store
 
     try:
@@ -185,23 +210,24 @@ def _vocabulary(address: str, tokenizer: str) -> tuple[str, ...] | None:
 
 
 def harvest(store: Store, folder: HeldFolder) -> Harvest:
-    """Progress of the capture of a run, from its committed segments and from recently renewed claims.
+    """Progress of the capture of a run, from its finished segments and the claim files of running processes.
 
     Arguments:
         store: The store.
         folder: Folder of the run.
     """
     entry = open_run(store, folder).entry
-    segments = entry.committed()
-    cells = {cell for segment in segments for cell in segment}
-    # `cells and`: the empty set is part of every segment, so that a run without data would be complete.
-    complete = [i for i, segment in enumerate(segments) if cells and cells <= set(segment)]
+    # (variable, layer) pairs that each segment holds.
+    written = entry.committed()
+    all_pairs = {pair for segment in written for pair in segment}
+    # `all_pairs and`: the empty set is part of every segment, so that a run without data would be complete.
+    complete = [i for i, segment in enumerate(written) if all_pairs and all_pairs <= set(segment)]
     now = store.files.now()
-    # A claim that was not renewed within TTL belongs to a process that has died.
+    # A claim file that was not renewed within TTL seconds belongs to a process that has died.
     claims = [
         name
         for name, stat in store.files.stamps(f"{folder.data}/seg")
         if name.endswith(".claim") and now - stat.modified < TTL
     ]
-    tokens = sum(len(entry.segments[i]) for i in complete)
-    return Harvest(len(segments), len(complete), len(claims), tokens)
+    n_tokens = sum(len(entry.segments[i]) for i in complete)
+    return Harvest(len(written), len(complete), len(claims), n_tokens)

@@ -1,8 +1,8 @@
-"""The data of a page: title, address and a sequence of views.
+"""The content of an HTML page about a store: title, address and a sequence of views.
 
-Tables, heatmaps and curves are the views of ../views. Five views exist for a site only: clickable tokens,
-links, the pages of a long list, a search form, and the progress of a capture. This module depends on neither
-the store nor HTML.
+Tables, heatmaps and curves are the views of ../views. The five views of this module exist on these pages
+only: clickable tokens, links, navigation in a long list, a search form, and the progress of a capture. This
+module depends on neither the store nor HTML.
 """
 
 from __future__ import annotations
@@ -17,32 +17,33 @@ __all__ = ["Link", "Links", "Page", "PageLinks", "HarvestProgress", "SearchForm"
 
 @dataclass(frozen=True)
 class Link:
-    """A text with a link."""
+    """A text that links to a page."""
 
     text: str
     """Text of the link."""
     href: str
-    """Relative address that the link leads to; "" for none."""
+    """Relative address of the page."""
     about: str = ""
-    """Tooltip of the link."""
+    """Tooltip of the link; "" for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """Content of a page."""
+    """Content of an HTML page, without its HTML."""
 
     address: str
     """Path of the page, relative to the root of the site."""
     title: str
     """Heading of the page."""
     over: str
-    """Line above the heading: the kind of entry, or its run and model."""
+    """Line above the heading: what the page is about, such as "result 3f9a0c" or the model and run."""
     up: tuple[Link, ...] = ()
-    """Links to the parent pages, outermost first."""
+    """Links to the parent pages, the first page first."""
     views: tuple[View, ...]
-    """Content of the page, in order."""
+    """The views that the page shows, in order."""
     live: str = ""
-    """Path of the JSON document with progress that the page's script polls; "" for none."""
+    """Path of the JSON document with the progress of captures, which the page's script requests again and
+    again; "" for a page without progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +52,18 @@ class TokenLinks(View):
 
     kind: ClassVar[str] = "token_links"
     tokens: tuple[Link, ...]
-    """Links of the tokens."""
+    """Text and link of each token, in order."""
     at: int = -1
-    """Index into `tokens` of the page's subject, which is highlighted; -1 for no highlight."""
+    """Index into `tokens` of the token that the page is about, which is highlighted; -1 for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links(View):
-    """Links to other pages, side by side."""
+    """A row of links to other pages."""
 
     kind: ClassVar[str] = "links"
     links: tuple[Link, ...]
-    """The links."""
+    """The links, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,22 +76,22 @@ class PageLinks(View):
     pages: int
     """Number of pages of the list."""
     links: tuple[Link, ...]
-    """Links to other pages of the list."""
+    """Links named "first", "previous", "next" and "last"; those that lead nowhere are left out."""
 
     @classmethod
     def of(cls, number: int, pages: int, hrefs: dict[int, str]) -> PageLinks:
-        """Navigation between the pages of a list.
+        """Navigation from one page of a list to its other pages.
 
         Arguments:
-            number: Number of the page, from 1.
+            number: Number of the current page, from 1.
             pages: Number of pages of the list.
-            hrefs: Page number -> link, of the pages that may be linked.
+            hrefs: Page number -> relative address; pages that are missing here are not linked.
         """
         targets = {"first": 1, "previous": number - 1, "next": number + 1, "last": pages}
         links = [
             Link(name, hrefs[target])
             for name, target in targets.items()
-            if 1 <= target <= pages and target != number and target in hrefs
+            if target in hrefs and target != number
         ]
         return cls(number=number, pages=pages, links=tuple(links))
 
@@ -101,27 +102,28 @@ class SearchForm(View):
 
     kind: ClassVar[str] = "search_form"
     action: str
-    """Relative address of the search page."""
+    """Relative address of the page that shows the matching prompts."""
     words: str = ""
-    """Words that were searched for."""
+    """Text in the field at first: the text that was searched for; "" for none."""
     filters: bool = False
-    """Whether a script filters the rows of the table below instead, as pages in files have no server."""
+    """Whether a script filters the rows of the table below instead, as for pages in files, without a
+    server."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HarvestProgress(View):
-    """Progress bar of the capture of a run, or of reading the store."""
+    """Progress bar of the capture of a run, or of reading the store; the page's script updates it."""
 
     kind: ClassVar[str] = "progress"
     name: str
-    """Name of the run."""
+    """Name of what is in progress: model and run, or "Reading the store"."""
     done: int
-    """Number of complete segments."""
+    """Number of finished segments of the run, or of store entries read."""
     claimed: int
     """Number of segments that a process is computing now."""
     total: int
-    """Number of segments."""
+    """Number of segments of the run, or of entries of the store."""
     told: str
-    """The progress in words."""
+    """The progress as a sentence."""
     href: str = ""
     """Relative address of the run's page; "" for no link."""

@@ -1,4 +1,4 @@
-"""Rendering of pages as HTML, with the templates, styles and script of reports.
+"""Rendering of `Page` objects as HTML, with the templates, styles and scripts that reports use, too.
 
 The templates escape all text.
 """
@@ -29,8 +29,8 @@ def render(page: Page, foot: str = "", *, policy: str = "") -> str:
     Arguments:
         page: The page.
         foot: Text at the end of the page.
-        policy: Content security policy to embed; for a page in a file, as a server sends it in a header. Such
-            a page does not poll for progress.
+        policy: Content security policy to embed, for a page in a file, which does not ask for progress; ""
+            for a page of the server, which sends its policy in a header.
     """
     static = addresses.relative(page.address, STATIC)
     text: str = _template().render(
@@ -56,7 +56,7 @@ def static_files() -> Mapping[str, tuple[str, str]]:
 
 @cache
 def _template() -> Any:
-    """The template browse.html, which imports templates of reports."""
+    """The template browse.html, which imports macros from a template of reports."""
     # Two loaders: browse.html imports parts.html, which lies in the assets of reports.
     loader = jinja2.FunctionLoader(lambda name: _asset(name) if name == "browse.html" else None)
     shared = environment()
@@ -64,5 +64,5 @@ def _template() -> Any:
 
 
 def _asset(name: str) -> str:
-    """Text of a file in the folder assets of this package."""
+    """Content of a file in the folder assets/ of this package, given by its name."""
     return files(__package__).joinpath("assets", name).read_text("utf-8")

@@ -58,17 +58,17 @@ FOOT = "Read from the store just now. These pages are served to this machine alo
 PATIENCE = 0.2
 """Seconds for which a request waits until the store is read; then the page shows the entries read so far."""
 SEND_BUFFER = 1 << 18
-"""Send buffer of a connection in bytes.
+"""Size, in bytes, of the send buffer of a connection.
 
-The server notices in steps of this size that a client reads. With the system's default of up to 4 MB a slow
-client would look like one that does not read at all.
+The server notices only in steps of this size that a client reads. With the system's default of up to 4 MB a
+slow client would look like one that does not read at all.
 """
 LONGEST = 400
-"""Longest search text, in characters."""
+"""Largest number of characters of a searched text."""
 
 
 def new_word() -> str:
-    """A random secret word for the address: 24 characters, 144 bits."""
+    """A random word of 24 characters (144 bits) that makes the server's address secret."""
     return secrets.token_urlsafe(18)
 
 
@@ -77,7 +77,7 @@ def address_of(port: int, word: str) -> str:
 
     Arguments:
         port: Port of the server.
-        word: Random part of the address, which only the user knows.
+        word: The secret word, as `new_word` makes it.
     """
     return f"http://{HOST}:{port}/{word}/index.html"
 
@@ -102,8 +102,7 @@ def listening(port: int) -> socket.socket:
     except OSError as error:
         server_socket.close()
         raise ConfigError(
-            f"expected a free port, found that {port} cannot be had ({error.strerror}); leave --port out to "
-            "take any that is free"
+            f"cannot listen on port {port}: {error.strerror}; leave out --port, so that a free port is chosen"
         ) from error
     return server_socket
 
@@ -165,7 +164,7 @@ def application(store: Store, word: str, port: int) -> Starlette:
     def answer(request: Request) -> Response:
         # In constant time: the duration must not tell how many characters of a guess are correct.
         if not hmac.compare_digest(request.path_params["word"].encode(), word.encode()):
-            return error_page(403, "Not the address", "Use the address that mizarr browse printed.")
+            return error_page(403, "Wrong address", "Use the address that `mizarr browse` printed.")
         path = request.path_params["path"]
         if path.startswith(f"{STATIC}/") and (asset := static.get(path.removeprefix(f"{STATIC}/"))):
             media_type, content = asset
@@ -180,14 +179,16 @@ def application(store: Store, word: str, port: int) -> Starlette:
                 page = find_page(snapshot, path)
         # FileNotFoundError: `mizarr gc` may remove an entry after the snapshot was taken.
         except (MizarrError, FileNotFoundError) as error:
-            return error_page(500, "This cannot be read", str(error))
+            return error_page(500, "This entry cannot be read", str(error))
         if page is None and snapshot.unread:
-            return error_page(503, "Not read yet", f"{_unread(snapshot)} Load this page again in a moment.")
+            text = f"{_unread_sentence(snapshot)} Reload this page in a moment."
+            return error_page(503, "This entry has not been read yet", text)
         if page is None:
-            return error_page(
-                404, "Page not found", "Its entry may have been removed; the first page lists all entries."
+            text = (
+                "The run or result may have been removed from the store; the first page lists all that exist."
             )
-        foot = f"{_unread(snapshot)} {FOOT}" if snapshot.unread else FOOT
+            return error_page(404, "Page not found", text)
+        foot = f"{_unread_sentence(snapshot)} {FOOT}" if snapshot.unread else FOOT
         return Response(render(page, foot), media_type="text/html")
 
     def search_results(snapshot: Snapshot, request: Request) -> Page:
@@ -217,13 +218,17 @@ def application(store: Store, word: str, port: int) -> Starlette:
     return app
 
 
-def _unread(snapshot: Snapshot) -> str:
-    """Sentence for the foot of a page while the store is being read: number of unread entries."""
+def _unread_sentence(snapshot: Snapshot) -> str:
+    """Sentence, for pages shown while the store is being read, with the number of entries not read yet."""
     return f"The store is still being read: {snapshot.unread:,} of its runs and results are not read yet."
 
 
 def _guard(hosts: Collection[str]) -> Any:
-    """Middleware that refuses other `Host` headers, and adds HEADERS to every response, errors included."""
+    """Middleware that refuses requests for other hosts, and adds HEADERS to every response, errors included.
+
+    Arguments:
+        hosts: Accepted values of the `Host` header, "name:port".
+    """
     from starlette.datastructures import Headers, MutableHeaders
     from starlette.middleware import Middleware
     from starlette.responses import PlainTextResponse
@@ -240,7 +245,8 @@ def _guard(hosts: Collection[str]) -> Any:
 
             host = Headers(scope=scope).get("host", "").lower()
             # 421 Misdirected Request: this server does not answer for that host.
-            refusal = PlainTextResponse(f"expected one of {', '.join(sorted(hosts))} as host\n", 421)
+            accepted = " or ".join(sorted(hosts))
+            refusal = PlainTextResponse(f"expected {accepted} as the Host header of the request\n", 421)
             await (self.app if host in hosts else refusal)(scope, receive, send_with_headers)
 
     return Middleware(Guard)

@@ -1,8 +1,9 @@
 """Search for the tokens whose activations are most similar to those of one token, in bounded memory.
 
-A small run is searched completely, a large one in `STRETCHES` evenly spaced ranges that together hold
-`SAMPLE_BYTES`. Similarity is the cosine of the stored activations, without centring: in most models all
-cosines are therefore high, and the median over all compared tokens is reported beside them.
+A small run is searched completely, a large one in `STRETCHES` evenly spaced ranges of tokens, whose
+activations take `SAMPLE_BYTES` together. Similarity is the cosine of the stored activations, without
+centring: in most models all cosines are therefore high, and the median over all compared tokens is reported
+beside them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from .opened import OpenedRun
 __all__ = ["SimilarTokens", "most_similar", "stretches"]
 
 SAMPLE_BYTES = 12 << 20
-"""Bytes of activations, as float32, that one search reads: 0.1 to 0.2 seconds."""
+"""Bytes of activations, as float32, that one search reads at most; this takes 0.1 to 0.2 seconds."""
 STRETCHES = 24
 """Number of ranges of tokens in which a large run is searched."""
 MOST = 12
-"""Default number of similar tokens."""
+"""Largest number of similar tokens that a search returns by default."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class SimilarTokens:
 
 
 def stretches(n_tokens: int, row_bytes: int) -> list[tuple[int, int]]:
-    """Ranges (start, stop) of tokens to compare: the whole run, or STRETCHES evenly spaced ranges.
+    """Packed ranges (start, stop) of the tokens to compare: the whole run, or STRETCHES evenly spaced ranges.
 
     Arguments:
         n_tokens: Number of tokens of the run.
@@ -52,10 +53,10 @@ def stretches(n_tokens: int, row_bytes: int) -> list[tuple[int, int]]:
     ([(0, 100)], 24)
     """
     # At least one token per range.
-    room = max(STRETCHES, SAMPLE_BYTES // row_bytes)
-    if n_tokens <= room:
+    n_compared = max(STRETCHES, SAMPLE_BYTES // row_bytes)
+    if n_tokens <= n_compared:
         return [(0, n_tokens)]
-    length = room // STRETCHES
+    length = n_compared // STRETCHES
     starts = np.linspace(0, n_tokens - length, STRETCHES).astype(int).tolist()
     return [(start, start + length) for start in starts]
 
@@ -69,16 +70,16 @@ def most_similar(
         run: The run to search.
         variable: Stored variable to compare, such as "resid_post".
         layer: Layer of the variable; None if it has none.
-        token: Index of the token along the packed axis; it is not part of the result.
-        most: Largest number of similar tokens.
+        token: Packed index of the token; it is not part of the result.
+        most: Largest number of similar tokens to return.
     """
     query = run.rows(variable, layer, token, token + 1)[0]
-    # A vector of zeros is not divided by 0.
+    # `or 1.0`: the norm of a zero vector is not a divisor.
     query = query / (np.linalg.norm(query) or 1.0)
     n_tokens = run.entry.tokens.n_tokens
     index_parts, cosine_parts = [], []
     for start, stop in stretches(n_tokens, 4 * math.prod(run.spec(variable).tail)):
-        # 8192 rows at a time, so that the memory does not grow with the range.
+        # 8192 tokens at a time, so that the memory does not grow with the range.
         for row_start in range(start, stop, step := 1 << 13):
             rows = run.rows(variable, layer, row_start, min(row_start + step, stop))
             norms = np.sqrt(np.einsum("th,th->t", rows, rows))

@@ -1,8 +1,8 @@
-"""The pages of a store as static files, up to a limited number of pages.
+"""`mizarr site`: the pages of `mizarr browse` as static files, up to a limited number of pages.
 
 Links are followed breadth first from the first page; the numbers of prompts per run and of tokens per page
-are limited. A link beyond the limits leads to a page that says so: no link is broken. The folder is replaced
-only when the new site is complete.
+are limited. A link to a page beyond the limits leads to a page that says so: no link is broken. An existing
+site is replaced only when the new one is complete.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ __all__ = ["Limits", "Written", "check_folder", "write_site"]
 MARK = "mizarr-site.txt"
 """File that marks a folder as written by `mizarr site`, which may replace it."""
 POLICY = "default-src 'none'; style-src 'self' file:; script-src 'self' file:; img-src data:; base-uri 'none'"
+"""Content security policy embedded in every page: it may load only the styles and scripts of the site."""
 # The template escapes quotes in attributes, so an address ends at the next quote. Links with a query or
 # fragment lead within the search page or the same page, and are left as they are.
 _HREF = re.compile(r'(<a\b[^>]*?\bhref=")([^"#?]+)(")')
@@ -40,40 +41,41 @@ _HREF = re.compile(r'(<a\b[^>]*?\bhref=")([^"#?]+)(")')
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a written site."""
+    """Limits of the pages that a site contains."""
 
     pages: int = 1000
-    """Largest number of pages."""
+    """Largest number of pages of the site."""
     prompts: int = 20
-    """Largest number of prompts per run."""
+    """Largest number of prompts per run that have a page."""
     tokens: int = 32
-    """Largest number of tokens per page of a prompt."""
+    """Largest number of tokens per page of a prompt that have a page of their own."""
 
 
 @dataclass
 class Written:
-    """Counts of a written site; they are part of the command's JSON output."""
+    """Counts of a written site, as the JSON output of `mizarr site` contains them."""
 
     pages: int = 0
-    """Number of pages."""
+    """Number of pages written."""
     left_out: int = 0
-    """Number of links whose target is beyond the limits."""
+    """Number of links to pages beyond the limits."""
     bytes: int = 0
-    """Size of all files."""
+    """Size of all files together, in bytes."""
 
 
 @dataclass
 class _Frontier:
-    """The pages of a site that is being written: those found within the limits, in breadth-first order."""
+    """Addresses of the pages of a site that is being written, in breadth-first order of the links to them."""
 
     limits: Limits
-    """Limits of the site."""
+    """Limits that decide which pages the site contains."""
     known: set[str] = field(default_factory=lambda: {addresses.INDEX, addresses.SEARCH})
     """Addresses of all pages of the site."""
     queue: deque[str] = field(default_factory=lambda: deque([addresses.INDEX, addresses.SEARCH]))
     """Addresses of the pages that are not written yet."""
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Number of linked prompts by ("prompt", run), and of linked tokens by ("token", page)."""
+    """("prompt", digest of a run) -> number of its prompts linked so far; ("token", address of a page) ->
+    number of tokens linked from it so far."""
 
     def admits(self, address: str, source: str) -> bool:
         """Whether the site has a page at an address; adds the page if the limits allow it.
@@ -94,12 +96,18 @@ class _Frontier:
         return True
 
     def _is_within_limits(self, address: str, source: str) -> bool:
-        """Count a link to a prompt (per run) or token (per page); whether the count is within its limit."""
-        # run/DIGEST/prompt/… or run/DIGEST/token/…
+        """Count a link to the page of a prompt or token, and return whether the count is within its limit.
+
+        Arguments:
+            address: Target of the link; other pages than those of prompts and tokens are not counted.
+            source: Address of the page that the link is on.
+        """
+        # The address is run/DIGEST/prompt/… or run/DIGEST/token/…
         kind = address.split("/")[2] if address.startswith("run/") else ""
         limit = {"prompt": self.limits.prompts, "token": self.limits.tokens}.get(kind)
         if limit is None:
             return True
+        # Prompts are counted per run, tokens per page.
         group = kind, address.split("/")[1] if kind == "prompt" else source
         self.counts[group] += 1
         return self.counts[group] <= limit
@@ -108,11 +116,13 @@ class _Frontier:
 def check_folder(folder: Path) -> None:
     """Raise ConfigError unless the folder is missing, empty, or a site that mizarr wrote."""
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"expected a folder for the site, found the file {folder}; name another")
+        raise ConfigError(
+            f"cannot write a site to {folder}, because it is a file; name a folder that does not exist yet"
+        )
     if folder.is_dir() and any(folder.iterdir()) and not (folder / MARK).is_file():
         raise ConfigError(
-            f"expected a new or empty folder, or a site that mizarr wrote, found other things in {folder}; "
-            "name another"
+            f"cannot write a site to {folder}, because the folder holds files that `mizarr site` did not "
+            "write; name a new or empty folder"
         )
 
 
@@ -126,12 +136,15 @@ def write_site(
 
     Arguments:
         store: The store.
-        folder: Folder to write.
+        folder: Folder to write; created if needed.
         limits: Largest numbers of pages, prompts and tokens.
-        progress: Called after each page with the numbers of written pages and of pages known so far.
+        progress: Called after each page with the number of pages written, and of all pages known so far.
+
+    Returns:
+        Numbers of pages, links left out and bytes.
 
     Raises:
-        ConfigError: The folder holds other files.
+        ConfigError: The folder holds files that `mizarr site` did not write.
     """
     check_folder(folder)
     folder = folder.absolute()
@@ -139,7 +152,7 @@ def write_site(
     # A random name: two processes may write the same site at once.
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
     try:
-        written = _write(Holdings(store).look(), temporary, limits, progress)
+        written = _write_pages(Holdings(store).look(), temporary, limits, progress)
         if folder.exists():
             # `rename` does not replace a folder that has files.
             shutil.rmtree(folder)
@@ -149,15 +162,24 @@ def write_site(
     return written
 
 
-def _write(snapshot: Snapshot, folder: Path, limits: Limits, progress: Callable[[int, int], None]) -> Written:
-    """Write all pages and static files into a new folder; arguments as in `write_site`."""
+def _write_pages(
+    snapshot: Snapshot, folder: Path, limits: Limits, progress: Callable[[int, int], None]
+) -> Written:
+    """Write all pages within the limits, styles and scripts into a new folder; returns the counts.
+
+    Arguments:
+        snapshot: Content of the store.
+        folder: The folder, which does not exist yet.
+        limits: Largest numbers of pages, prompts and tokens.
+        progress: As in `write_site`.
+    """
     written, frontier = Written(), _Frontier(limits)
     foot = (
-        f"A copy of a store as files: at most {limits.pages:,} pages, {limits.prompts:,} prompts of a run "
-        f"and {limits.tokens:,} tokens of a page of a prompt. mizarr browse shows all of it."
+        f"This copy of a store contains at most {limits.pages:,} pages, {limits.prompts:,} prompts per run "
+        f"and {limits.tokens:,} tokens per page of a prompt; `mizarr browse` shows everything."
     )
     for name, (_, text) in static_files().items():
-        _put(folder, f"{STATIC}/{name}", text, written)
+        _write_file(folder, f"{STATIC}/{name}", text, written)
     while frontier.queue:
         address = frontier.queue.popleft()
         page = (
@@ -167,19 +189,22 @@ def _write(snapshot: Snapshot, folder: Path, limits: Limits, progress: Callable[
         )
         # The data was removed after the snapshot was taken, or a page has a link without a target (a defect).
         if page is None:
-            page = _left_out(address, "This was removed from the store while its pages were written.")
+            page = _placeholder(
+                address, "This entry was removed from the store while its pages were written."
+            )
         text = render(page, foot, policy=POLICY)
-        _put(folder, address, _with_valid_links(text, address, frontier, written), written)
+        _write_file(folder, address, _with_valid_links(text, address, frontier, written), written)
         written.pages += 1
         progress(written.pages, len(frontier.known))
-    notice = f"This page is beyond the limits of this copy of the store. {foot}"
-    _put(folder, addresses.LEFT_OUT, render(_left_out(addresses.LEFT_OUT, notice), policy=POLICY), written)
-    _put(folder, MARK, "Written by mizarr site, which may write this folder again.\n", written)
+    notice = f"The page that the link led to is beyond the limits of this site. {foot}"
+    left_out = render(_placeholder(addresses.LEFT_OUT, notice), policy=POLICY)
+    _write_file(folder, addresses.LEFT_OUT, left_out, written)
+    _write_file(folder, MARK, "Written by mizarr site, which may write this folder again.\n", written)
     return written
 
 
 def _with_valid_links(text: str, address: str, frontier: _Frontier, written: Written) -> str:
-    """HTML of a page in which links beyond the limits lead to LEFT_OUT.
+    """HTML of a page in which links to pages beyond the limits lead to LEFT_OUT.
 
     Arguments:
         text: HTML of the page.
@@ -199,14 +224,21 @@ def _with_valid_links(text: str, address: str, frontier: _Frontier, written: Wri
     return _HREF.sub(link, text)
 
 
-def _left_out(address: str, notice: str) -> Page:
-    """Placeholder page with a notice, for a link target that the site does not contain."""
+def _placeholder(address: str, notice: str) -> Page:
+    """Page that only says why the page that a link led to is not part of the site."""
     up = (Link("store", addresses.relative(address, addresses.INDEX)),)
     return Page(address=address, title="Left out", over="mizarr store", up=up, views=(Note(text=notice),))
 
 
-def _put(folder: Path, name: str, text: str, written: Written) -> None:
-    """Write a file below a folder, and add its size to the counts."""
+def _write_file(folder: Path, name: str, text: str, written: Written) -> None:
+    """Write a text file, and add its size to the counts of the site.
+
+    Arguments:
+        folder: Folder of the site.
+        name: Path of the file, relative to the folder.
+        text: Content of the file.
+        written: Counts of the site.
+    """
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

@@ -30,6 +30,7 @@ from ...stages.circuits.circuit import Circuit
 from ...stages.circuits.experiment import EdgeExperiment, one_length
 from ...stages.circuits.scores import EdgeEffects, EdgeScores
 from ...stages.circuits.selected import SelectedCircuits
+from ...stages.forward.models.files import SHIPPED
 from ...stages.forward.runs.duration import PassWork
 from ..claim import Claim
 from ..labelled import labelled
@@ -118,11 +119,11 @@ class CircuitDiscovery(CircuitWorkflow):
 
     @cached_property
     def has_effects(self) -> bool:
-        """Whether the exact effect of every edge is measured: the setting, or by default where the model's
-        size allows one run for each edge and pair (material/sizes.py)."""
+        """Whether the exact effect of every edge is measured: the setting, or by default for models that ship
+        with mizarr, and where the model's size allows one run for each edge and pair (material/sizes.py)."""
         settings, config = self.settings, self.subject.config
-        if settings.effects is not None:
-            return settings.effects
+        if settings.effects is not None or self.subject.files.name in SHIPPED:
+            return not settings.by_position if settings.effects is None else settings.effects
         lengths = [len(pair.clean) for chosen_on, _ in self.pairs.values() for pair in chosen_on]
         # A run computes on average the half of the layers that is above the edge.
         one_run = PassWork(float(np.mean(lengths)) * config.num_layers / 2, logit_rows=1).operations(config)

@@ -35,7 +35,7 @@ from ..material.sizes import affordable
 from ..settings import Count, Natural, TaskSettings, setting
 from ..views import Bars, Data, Figure, Heatmap, Line, Table, View
 from ..workflow import Nodes
-from .tasks import NAMES, TaskWorkflow
+from .tasks import NAMES, PROMPT_LENGTH, TaskWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -90,17 +90,20 @@ class PathPatchingTrace(TaskWorkflow):
     @property
     def passes_per_pair(self) -> float:
         """See `TaskWorkflow`: one run per sender, and of the strongest senders one per random change."""
-        n_senders = len(self.layout.sources) + 2 * self.settings.strongest * self.settings.controls
-        # A run computes on average the half of the layers that is above its sender.
-        return n_senders / 2
+        n_runs = len(self.layout.sources) + 2 * self.settings.strongest * self.settings.controls
+        # A run to the logits computes the layers above its sender, on average half of them, at the last
+        # position alone, as attention is held.
+        return n_runs / 2 / PROMPT_LENGTH
 
     @cached_property
     def back(self) -> int:
-        """Number of heads one step back: the setting, or by default 1 if another run of each sender for their
-        three inputs is affordable (material/sizes.py), else 0."""
+        """Number of heads one step back: the setting, or by default 1 if runs of each sender to the three
+        inputs of such a head are affordable (material/sizes.py), else 0."""
         if self.settings.back is not None:
             return self.settings.back
-        return affordable(4 * self.n_pairs * self.operations_per_pair, 1, least=0)
+        # Keys and values are read at all positions.
+        n_runs = 3 * self.n_pairs * PROMPT_LENGTH
+        return affordable(n_runs * self.operations_per_pair, 1, least=0)
 
     def plan(self) -> Nodes:
         """Per task: paths to the receivers, and to those one step back."""

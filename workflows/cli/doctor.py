@@ -76,7 +76,7 @@ def _packages() -> dict[str, str]:
 
 
 def _version(name: str) -> str:
-    """Installed version of a package, or the command that installs it."""
+    """Installed version of a package; if it is missing, the command that installs it."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -84,7 +84,8 @@ def _version(name: str) -> str:
 
 
 def _extra(name: str) -> str:
-    """Installation state of an extra: missing modules with the pip command, and the purpose of the extra."""
+    """Whether an extra, such as "plots", is installed, and its purpose; if not, the command that installs
+    it."""
     missing = missing_modules(name)
     state = f"missing {', '.join(missing)}: pip install 'mizarr[{name}]'" if missing else "installed"
     return f"{state} ({EXTRAS[name].purpose})"
@@ -110,11 +111,11 @@ def _memory() -> str:
     import psutil
 
     memory = psutil.virtual_memory()
-    return f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB of it available"
+    return f"{memory.total / 2**30:.1f} GiB, of which {memory.available / 2**30:.1f} GiB are available"
 
 
 def _store(path: str) -> str:
-    """Whether a store at this path or URL can be opened, with the error if it cannot."""
+    """Path or URL of a store, and whether it can be read or written; the error if it cannot be opened."""
     from ...store import open_store
     from ...store.errors import MizarrError
     from ...store.files import is_remote
@@ -128,7 +129,7 @@ def _store(path: str) -> str:
         return f"{path}, can be read"
     folder = Path(path).absolute()
     if not folder.exists():
-        return f"{folder}, not there yet"
+        return f"{folder}, does not exist yet"
     try:
         open_store(folder, mode="r")
     except MizarrError as error:
@@ -143,5 +144,6 @@ def _places() -> dict[str, str]:
 
     folders = {"cache": cache_folder(), "models": hub_cache()}
     return {
-        name: f"{folder}{'' if folder.exists() else ', not there yet'}" for name, folder in folders.items()
+        name: f"{folder}{'' if folder.exists() else ', does not exist yet'}"
+        for name, folder in folders.items()
     }

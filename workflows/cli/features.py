@@ -85,7 +85,7 @@ def inspect(
 
     dictionary = Dictionary.from_pretrained(reference, read=read, write=write)
     document = facts(dictionary)
-    document["issues"] = _misfit(dictionary, model)
+    document["issues"] = _reasons_against(dictionary, model)
     if values:
         document["weights"] = (
             _crosscoder_statistics(dictionary)
@@ -239,7 +239,10 @@ def pages(
         )
     if neuronpedia is None and (creator or dataset):
         option = "--creator" if creator else "--dataset"
-        raise click.UsageError(f"expected {option} with --neuronpedia, found it alone; leave it out")
+        raise click.UsageError(
+            f"{option} has an effect only together with --neuronpedia; add --neuronpedia MODEL/SET, or leave "
+            f"{option} out"
+        )
     workflow = build("feature_pages", **parameters)
     assert isinstance(workflow, FeaturePages)
     if neuronpedia is None:
@@ -292,13 +295,18 @@ def facts(dictionary: Dictionary) -> dict[str, Any]:
 
 
 def _activation(function: Any) -> str:
-    """Name of an activation function, with its k if it has one: JumpReLU, TopK (k 32)."""
+    """Name of an activation function, such as "JumpReLU" or "TopK (k 32)"."""
     k = getattr(function, "k", None)
     return type(function).__name__ + ("" if k is None else f" (k {k})")
 
 
-def _misfit(dictionary: Dictionary, model: str | None) -> list[str]:
-    """Reasons why a dictionary does not fit a model's architecture; empty if it fits or `model` is None."""
+def _reasons_against(dictionary: Dictionary, model: str | None) -> list[str]:
+    """Reasons why a dictionary does not fit a model, such as another hidden size; empty if it fits.
+
+    Arguments:
+        dictionary: The feature dictionary.
+        model: Hub id, directory or built-in model; None checks nothing.
+    """
     if model is None:
         return []
     from ...stages.forward.models.files import resolve
@@ -313,9 +321,9 @@ def _misfit(dictionary: Dictionary, model: str | None) -> list[str]:
 
 
 def _weight_statistics(dictionary: Dictionary, *, quiet: bool) -> list[dict[str, Any]]:
-    """Per layer: mean L2 norms of encoder and decoder rows, and whether all weights are finite.
+    """For each layer: norms of encoder and decoder rows, and whether all weights are finite, as JSON values.
 
-    Reads every weight, 4096 rows at a time.
+    A row is the L2 norm of a feature's vector. Reads every weight, 4096 rows at a time.
     """
     import torch
 
@@ -326,26 +334,26 @@ def _weight_statistics(dictionary: Dictionary, *, quiet: bool) -> list[dict[str,
         task = bars.task(f"reading {dictionary.name}", total=len(dictionary.layers), unit="layers")
         for layer in dictionary.layers:
             weights = dictionary.layer(layer)
-            tensors = [weights.W_enc, *weights.W_dec.values()]
+            matrices = [weights.W_enc, *weights.W_dec.values()]
             # In blocks, so that only a part of a half-precision matrix is converted to float32 at a time.
-            norms = [
-                torch.cat([block.float().norm(dim=1) for block in tensor.split(4096)]) for tensor in tensors
-            ]
-            small = [
+            encoder_norms, *decoder_norms_by_target = (
+                torch.cat([block.float().norm(dim=1) for block in matrix.split(4096)]) for matrix in matrices
+            )
+            # [target layer, feature]
+            decoder_norms = torch.stack(decoder_norms_by_target)
+            others = [
                 tensor for tensor in (weights.b_enc, weights.b_dec, weights.W_skip) if tensor is not None
             ]
             # An infinite or NaN weight makes the norm of its row so: W_enc and W_dec are not read again.
-            finite = all(bool(tensor.isfinite().all()) for tensor in [*norms, *small])
-            # norms[0] is of the encoder, the others of one decoder per target layer.
-            decoders = torch.stack(norms[1:])
+            finite = all(bool(tensor.isfinite().all()) for tensor in [encoder_norms, decoder_norms, *others])
             rows.append(
                 {
                     "layer": layer,
-                    "encoder_norm": float(norms[0].mean()),
-                    "decoder_norm": float(decoders.mean()),
-                    "largest_decoder_norm": float(decoders.max()),
+                    "encoder_norm": float(encoder_norms.mean()),
+                    "decoder_norm": float(decoder_norms.mean()),
+                    "largest_decoder_norm": float(decoder_norms.max()),
                     # Features whose decoder row is zero for every target layer.
-                    "zero_decoders": int((decoders == 0).all(0).sum()),
+                    "zero_decoders": int((decoder_norms == 0).all(0).sum()),
                     "finite": finite,
                 }
             )
@@ -354,9 +362,10 @@ def _weight_statistics(dictionary: Dictionary, *, quiet: bool) -> list[dict[str,
 
 
 def _crosscoder_statistics(dictionary: Dictionary) -> list[dict[str, Any]]:
-    """Like `_weight_statistics`, per hook point and model ("place") of a crosscoder.
+    """Norms of the weights of a crosscoder as JSON values, for each place: a hook point of one of its models.
 
-    Decoder norms are in units of the standard deviation of the activations at that place.
+    The keys are those of `_weight_statistics`. Decoder norms are in units of the standard deviation of the
+    activations at that place.
     """
     from ...stages.features.crosscoder import Crosscoder
 
@@ -375,22 +384,22 @@ def _crosscoder_statistics(dictionary: Dictionary) -> list[dict[str, Any]]:
 
 
 def _print(document: dict[str, Any]) -> None:
-    """Print the document of `inspect` as text."""
+    """Print the JSON document of `features inspect` as text."""
     from ...pipeline.plan import human_bytes
 
-    layers = document["layers"]
-    span = f"{layers[0]}" if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
-    echo(f"{document['name']}: {document['kind']}, written as {document['format']}")
-    n_layers, n_files = len(layers), document["files"]
+    def first_and_last(values: list[Any], separator: str) -> str:
+        return f"{values[0]}" if len(values) == 1 else f"{values[0]} {separator} {values[-1]}"
+
+    echo(f"{document['name']}: {document['kind']} in the format of {document['format']}")
+    n_layers, n_files = len(document["layers"]), document["files"]
     echo(
         f"{document['features']:,} features, {document['features_per_layer']:,} in each of {n_layers} "
         f"layer{'s' if n_layers > 1 else ''}, {human_bytes(document['bytes'])} in {n_files} files"
     )
     shown = {
-        "layers": span,
-        "reads": document["read"][0] + (f" … {document['read'][-1]}" if len(document["read"]) > 1 else ""),
-        "writes": document["write"][0]
-        + (f" … {document['write'][-1]}" if len(document["write"]) > 1 else ""),
+        "layers": first_and_last(document["layers"], "to"),
+        "reads": first_and_last(document["read"], "…"),
+        "writes": first_and_last(document["write"], "…"),
         "widths": f"{document['d_in']} read, {document['d_out']} written",
         "activation": document["activation"] + (", linear skip" if document["skip"] else ""),
         "dtype": document["dtype"],

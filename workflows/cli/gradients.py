@@ -82,21 +82,35 @@ def with_metric(
     if metric is None:
         for name, value in {"--at": at, "--baseline": baseline}.items():
             if value is not None:
-                raise click.UsageError(f"{name} goes with a metric, found none; add --metric NAME=TOKENS")
+                raise click.UsageError(
+                    f"{name} is a parameter of the metric, and no metric is named; add --metric NAME=TOKENS"
+                )
         return spec
     differentiable = _metric(metric, source)
     if baseline is not None and not differentiable.needs_baseline:
-        raise click.UsageError(f"--baseline goes with kl, found {differentiable.name}; leave it out")
+        raise click.UsageError(
+            f"--baseline is a parameter of the metric kl only, found --metric {differentiable.name}; leave "
+            "out --baseline"
+        )
     if baseline is None and differentiable.needs_baseline:
         raise click.UsageError(
-            f"{differentiable.name} compares with another prompt, found none; add --baseline PROMPT"
+            f"the metric {differentiable.name} compares a prediction with that of a baseline prompt, and no "
+            "baseline is given; add --baseline PROMPT"
         )
     baseline_ids = () if baseline is None else _baseline(baseline, source)
     return spec.gradient_of(differentiable, at=-1 if at is None else at, baseline=baseline_ids)
 
 
 def _metric(text: str, source: ModelSource) -> Metric:
-    """The metric of "NAME" or "NAME=TOKENS"; StageError for an unknown name or a wrong number of tokens."""
+    """Build the metric that --metric names.
+
+    Arguments:
+        text: Value of the option: "NAME" or "NAME=TOKENS".
+        source: The model whose tokenizer converts words to token ids.
+
+    Raises:
+        StageError: Unknown metric, or a wrong number of tokens.
+    """
     from ...stages.causal.grids import patching_metrics
 
     name, _, tokens_text = text.partition("=")
@@ -112,7 +126,8 @@ def _metric(text: str, source: ModelSource) -> Metric:
         expected = ("no tokens", "one token", "two tokens")[count]
         example = (name, f"{name}=yes", f"""'{name}=["yes", "no"]'""")[count]
         raise StageError(
-            f"metric {name!r}: expected {expected}, found {tokens_text or 'none'}; write {example}"
+            f"metric {name!r}: expected {expected} after the name, found {tokens_text or 'none'}; write "
+            f"--metric {example}"
         )
     tokens = [word if isinstance(word, int) else _token(word, source) for word in words]
     metric: Metric = getattr(patching_metrics, class_name)(*tokens)

@@ -81,7 +81,7 @@ def list_models(as_json: bool) -> None:
             "HIDDEN": model.hidden_size,
             "WEIGHTS": human_bytes(model.weight_bytes),
             "RUNS": model.obstacle
-            or ("yes" if model.known_family else "once checked: mizarr models inspect"),
+            or ("yes" if model.known_family else f"after a check: mizarr models inspect {model.name}"),
         }
         for model in listing
     ]
@@ -203,9 +203,9 @@ def print_fetched(files: ModelFiles | DictionaryFiles, as_json: bool) -> None:
 
 
 def _readable(files: ModelFiles) -> Checkpoint:
-    """The weights of a model under the names of the native backend.
+    """The checkpoint of a model, with tensors under the names of the native backend if it can convert them.
 
-    If the native backend cannot convert them, the tensors as the files name them.
+    Else the tensors have the names of the files.
     """
     from ...stages.forward.checkpoints.checkpoint import Checkpoint
     from ...store.errors import ConfigError
@@ -250,7 +250,13 @@ def _layout(
 
 
 def _print(document: dict[str, Any], config: Architecture | None) -> None:
-    """Print the document of `inspect` as text; of the configuration only what differs from the defaults."""
+    """Print the JSON document of `models inspect` as text.
+
+    Arguments:
+        document: The document.
+        config: Architecture of the model, of whose fields only those that differ from their defaults are
+            printed; None if it could not be derived.
+    """
     from ...pipeline.plan import human_bytes
 
     family = "known family" if document["known_family"] else "unknown family, configured from its tensors"
@@ -269,14 +275,16 @@ def _print(document: dict[str, Any], config: Architecture | None) -> None:
             f"{timed['tokens']} tokens in {timed['pass_seconds']:.3g} s"
             + (f"; at most {human_bytes(peak)} resident" if peak else "")
         )
-    described: Any = config  # a dataclass, whatever its class; mypy knows the protocol alone
+    described: Any = (
+        config  # a dataclass instance; its static type is a protocol, which `fields` does not take
+    )
     defaults = {field.name: field.default for field in fields(described)} if config else {}
     for name, value in (document["config"] or {}).items():
         # Tensor names and layer specs fill many screens; --json prints them, and the defaults.
         if value != defaults.get(name) and value and not isinstance(value, dict | list | tuple):
             echo(f"  {name}: {value}")
     for issue in document["issues"]:
-        echo(f"{'not computed here' if document['compatible'] else 'cannot run'}: {issue}")
+        echo(f"{'cannot run natively' if document['compatible'] else 'cannot run'}: {issue}")
     for warning in document["warnings"]:
         echo(f"warning: {warning}")
     echo()
@@ -289,13 +297,13 @@ def _print(document: dict[str, Any], config: Architecture | None) -> None:
             "MEAN": _number(fact["mean"]),
             "STD": _number(fact["std"]),
         }
-        for fact in sorted(document["tensors"], key=lambda fact: _in_order(fact["name"]))
+        for fact in sorted(document["tensors"], key=lambda fact: _numeric_order(fact["name"]))
     ]
     print_table(["TENSOR", "SHAPE", "DTYPE", "NORM", "MEAN", "STD"], rows)
 
 
-def _in_order(name: str) -> list[tuple[int, str]]:
-    """Sort key that compares numbers within names as numbers: layer 2 before layer 10."""
+def _numeric_order(name: str) -> list[tuple[int, str]]:
+    """Sort key that compares numbers within names as numbers: "layers.2" comes before "layers.10"."""
     # Pairs, as a number and a text cannot be compared; -1 sorts texts before numbers.
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
 

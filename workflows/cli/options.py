@@ -47,7 +47,7 @@ quiet_option = click.option("--quiet", "-q", is_flag=True, help="Show no progres
 
 @dataclass(frozen=True)
 class Declared:
-    """Fields of an options dataclass that become options of a command.
+    """Fields of a dataclass, such as `ModelRef`, that become options of a command.
 
     The dataclass is imported when the command is used, so that the help of other commands does not wait for
     the import.
@@ -61,7 +61,7 @@ class Declared:
     """Names of the fields that become options, in this order; empty for all fields."""
 
     def only(self, *names: str) -> Declared:
-        """Restrict the options to these dataclass fields, in this order."""
+        """A copy of which only these dataclass fields become options, in this order."""
         return replace(self, names=names)
 
     def fields(self) -> list[dataclasses.Field[Any]]:
@@ -75,22 +75,22 @@ class Declared:
 
 
 LOADING = Declared("stages.forward.models.reference", "ModelRef")
-"""Options of model loading: revision, device, dtype, backend, ..."""
+"""All options of how a model is loaded: revision, device, dtype, backend, ..."""
 STORING = Declared("stages.forward.capture.options", "CaptureOptions")
-"""Options of the activation writer: storage dtype, memory of the buffers, codec, ..."""
+"""Options of how activations are stored: dtype, memory of the buffers, codec, ..."""
 RUNNING = Declared("stages.options", "RunOptions", ("cluster", "workers", "log"))
-"""Options of execution: Dask cluster, number of worker processes, log file."""
+"""Options of how stages are executed: Dask cluster, number of worker processes, log file."""
 PLACE = RUNNING.only("cluster", "workers")
-"""Options of the place of execution: this process, or workers of a Dask cluster."""
+"""Options of where stages are executed: in this process, or on workers of a Dask cluster."""
 NAMED = LOADING.only("trust_layout", "backend", "adapter")
-"""Loading options of commands whose model is an argument or a setting of a workflow."""
+"""The loading options of commands on a workflow, whose settings hold the others, such as the device."""
 
 
 def _option_of(item: dataclasses.Field[Any]) -> click.Option:
-    """Command-line option of a dataclass field.
+    """Build the command-line option of a dataclass field from the field's name, default and metadata.
 
-    The metadata of the field holds help, kind, metavar and choices. An omitted option has the default of the
-    field. An omitted size in bytes is None: `given_options` leaves it out, and the dataclass has its default.
+    The metadata holds help, kind, metavar and choices. An omitted option has the default of the field. An
+    omitted size in bytes is None: `given_options` leaves it out, and the dataclass applies its default.
     """
     metadata, flag = item.metadata, f"--{item.name.replace('_', '-')}"
     kwargs: dict[str, Any] = {"help": metadata["help"]}
@@ -115,7 +115,10 @@ def _option_of(item: dataclasses.Field[Any]) -> click.Option:
 
 
 def declares(*declared: Declared) -> Callable[[Command], Command]:
-    """Decorator that gives a function the options of dataclasses; takes effect in a `DeclaredCommand`."""
+    """Decorator that gives a command function options for the fields of dataclasses.
+
+    It only notes them on the function: a `DeclaredCommand` adds the options.
+    """
 
     def decorate(function: Command) -> Command:
         function.declared = (*getattr(function, "declared", ()), *declared)  # type: ignore[attr-defined]
@@ -151,11 +154,14 @@ command = functools.partial(click.command, cls=DeclaredCommand)
 
 
 def given_options(options: Mapping[str, Any], *declared: Declared) -> dict[str, Any]:
-    """Keyword arguments for the dataclasses of `declared`; options with the value None are left out.
+    """Select the options of a command that are fields of dataclasses; those with the value None are left out.
 
     Arguments:
-        options: Name -> value of all options of a command.
+        options: Name -> value of all options of the command.
         declared: Dataclasses whose fields are selected.
+
+    Returns:
+        Keyword arguments for the dataclasses.
     """
     names = {item.name for group in declared for item in group.fields()}
     return {name: value for name, value in options.items() if name in names and value is not None}
@@ -215,11 +221,11 @@ def _require_no_empty(args: Sequence[str], ctx: click.Context) -> None:
     for index, text in enumerate(args):
         if text == "--":  # the texts after it are arguments, even if they begin with "-"
             break
-        is_of_option = text == "" and index and args[index - 1].startswith("-")
-        if is_of_option or (text.startswith("--") and text.endswith("=")):
+        is_empty_value = text == "" and index and args[index - 1].startswith("-")
+        if is_empty_value or (text.startswith("--") and text.endswith("=")):
             name = text.rstrip("=") or args[index - 1]
             raise click.UsageError(
-                f"expected a value behind {name!r}, found an empty text; leave it out", ctx
+                f"option {name} has an empty text as its value; give it a value, or leave the option out", ctx
             )
 
 
@@ -269,11 +275,11 @@ def positions(ctx: click.Context, param: click.Parameter, text: str | None) -> A
         # Loading a pickle can run code of whoever wrote the file.
         return np.load(text, allow_pickle=False)
     except FileNotFoundError:
-        raise click.BadParameter(f"expected a mask in {text!r}, found no such file", ctx, param) from None
+        message = f"expected a file with a mask of tokens, found no file {text!r}; check the path"
+        raise click.BadParameter(message, ctx, param) from None
     except (OSError, ValueError, EOFError):
-        raise click.BadParameter(
-            f"expected an array of numpy in {text!r}, found none; write it with np.save", ctx, param
-        ) from None
+        message = f"expected a numpy array in the file {text!r}, found none; write the file with np.save"
+        raise click.BadParameter(message, ctx, param) from None
 
 
 def duration(ctx: click.Context, param: click.Parameter, text: str) -> float:
@@ -311,7 +317,7 @@ def settings(ctx: click.Context, param: click.Parameter, pairs: Sequence[str]) -
         if not equals or not name.isidentifier():
             raise click.BadParameter(f"expected name=value, found {pair!r}", ctx, param)
         if name in values:
-            raise click.BadParameter(f"{name!r} is set twice", ctx, param)
+            raise click.BadParameter(f"setting {name!r} is given twice; keep one of them", ctx, param)
         try:
             values[name] = json_or_text(text)
         except ValueError as error:
@@ -332,14 +338,15 @@ def json_or_text(text: str) -> Any:
         if not text.lstrip().startswith(("[", "{", '"')):
             return text
         raise ValueError(
-            f"expected JSON, as {text.lstrip()[0]} begins it, found {text!r} ({error.msg} at character "
-            f"{error.pos}); mend it, or quote a text as JSON: {json.dumps(text, ensure_ascii=False)}"
+            f"expected valid JSON, because the value begins with {text.lstrip()[0]}, found {text!r} "
+            f"({error.msg} at character {error.pos}); correct it, or, if it is meant as text, write it as a "
+            f"JSON string: {json.dumps(text, ensure_ascii=False)}"
         ) from error
     # Python refuses integers of more than 4300 digits (sys.set_int_max_str_digits).
     except ValueError as error:
-        raise ValueError("expected numbers of a few digits, found one of thousands") from error
+        raise ValueError("expected numbers of at most 4300 digits, found a longer one") from error
     except RecursionError as error:
-        raise ValueError("expected JSON, found lists that nest without end") from error
+        raise ValueError("expected JSON, found lists or objects nested too deeply to be read") from error
 
 
 def print_json(value: Any) -> None:
@@ -357,10 +364,10 @@ def print_table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> No
         columns: Names of the columns, in order; they are the header line.
         rows: Column name -> value of each row; None or a missing name is printed as "-".
     """
-    lines = [list(columns), *([_cell(row.get(column)) for column in columns] for row in rows)]
+    lines = [list(columns), *([_cell_text(row.get(column)) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     if sys.stdout.isatty():
-        widths = _fitted(widths, shutil.get_terminal_size().columns)
+        widths = _narrowed(widths, shutil.get_terminal_size().columns)
     for line in lines:
         wrapped = [
             textwrap.wrap(cell, width) if len(cell) > width else [cell]
@@ -370,16 +377,19 @@ def print_table(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> No
             echo("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
 
 
-def _fitted(widths: Sequence[int], total: int) -> list[int]:
-    """Column widths reduced to fit `total` characters: the widest are narrowed, never below _NARROWEST."""
-    fitted = list(widths)
+def _narrowed(widths: Sequence[int], total: int) -> list[int]:
+    """Column widths, in characters, reduced until the table fits into `total` characters.
+
+    The widest columns are narrowed first, but none below _NARROWEST.
+    """
+    narrowed = list(widths)
     # 2: the spaces between two columns.
-    while sum(fitted) + 2 * (len(fitted) - 1) > total and max(fitted) > _NARROWEST:
-        fitted[fitted.index(max(fitted))] -= 1
-    return fitted
+    while sum(narrowed) + 2 * (len(narrowed) - 1) > total and max(narrowed) > _NARROWEST:
+        narrowed[narrowed.index(max(narrowed))] -= 1
+    return narrowed
 
 
-def _cell(value: Any) -> str:
+def _cell_text(value: Any) -> str:
     """Text of a table cell on one line; "-" for None."""
     # Escaped: stored text must not send control sequences to the terminal.
     return "-" if value is None else escaped(str(value), one_line=True)

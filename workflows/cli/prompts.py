@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 STREAMED = (".tar", ".tgz", ".gz", ".arrow")
 """Suffixes of files that are always read as a corpus."""
 DOCUMENT_OPTIONS = ("context", "pack", "column", "labels", "whole_files", "share", "seed")
-"""Options that say how documents become prompts: keyword arguments of `Corpus`."""
+"""Options that say how documents become prompts; they are keyword arguments of `Corpus`."""
 COUNTED = 4 << 20
-"""Total bytes of files up to which a dry run counts all prompts; above, it estimates from a sample."""
+"""A dry run counts the prompts of files with fewer bytes than this in total; others it estimates from a
+sample."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,8 @@ class PromptSources:
         }
         if self.are_prompts and document_options:
             raise click.UsageError(
-                f"expected files with {_option(next(iter(document_options)))}, found --text; give prompts "
-                "themselves as they are to be"
+                f"{_option(next(iter(document_options)))} is an option for files of documents, but --text "
+                "says that PROMPTS are the texts themselves; leave out one of the two"
             )
         is_corpus = any(
             Path(source).is_dir() or has_magic(source) or source.endswith(STREAMED) for source in self.sources
@@ -109,7 +110,10 @@ class PromptSources:
         return None if has_pairs else Corpus(self.sources)
 
     def read(self, model: ModelSource | None = None) -> list[str] | list[list[int]]:
-        """All prompts of sources that are not a corpus; `model` and errors as in `read_prompts`."""
+        """All prompts: texts, or lists of token ids. For sources that are not a corpus.
+
+        Arguments and errors are those of `read_prompts`.
+        """
         return read_prompts(self.sources, literal=self.are_prompts, model=model)
 
 
@@ -150,7 +154,7 @@ def prompt_options(command: Callable[..., int | None]) -> Callable[..., None]:
 
 
 def _option(name: str) -> str:
-    """Command-line option of an argument of `Corpus`."""
+    """Command-line option for an argument of `Corpus`: "--whole-files" for "whole_files"."""
     return "--label" if name == "labels" else f"--{name.replace('_', '-')}"
 
 
@@ -173,19 +177,26 @@ def read_prompts(
         ConfigError: Pairs for a model that is not an encoder-decoder.
     """
     prompts: list[Any] = (
-        list(sources) if literal else [prompt for source in sources for prompt in _read(source, model)]
+        list(sources)
+        if literal
+        else [prompt for source in sources for prompt in _prompts_of_file(source, model)]
     )
     if not prompts:
         raise PromptError(f"expected at least one prompt, found none in {', '.join(sources)}")
     if len({isinstance(prompt, str) for prompt in prompts}) > 1:
         raise PromptError(
-            "expected prompts that are all text or all token ids, found both; capture them in two calls"
+            "expected prompts that are all texts or all token ids, found both; run the command once for each "
+            "kind"
         )
     return prompts
 
 
-def _read(source: str, model: ModelSource | None) -> Iterator[str | list[int]]:
-    """Prompts read from a file, or from stdin for "-"; PromptError if the file does not exist."""
+def _prompts_of_file(source: str, model: ModelSource | None) -> Iterator[str | list[int]]:
+    """Prompts read from a file, or from stdin for "-"; arguments as in `read_prompts`.
+
+    Raises:
+        PromptError: The file does not exist.
+    """
     if source == "-":
         yield from (document.content for document in read_lines(sys.stdin))
         return
@@ -196,11 +207,11 @@ def _read(source: str, model: ModelSource | None) -> Iterator[str | list[int]]:
             f"expected a file of prompts at {source!r}, found {state}; to give the prompt itself add --text"
         )
     for document in read_documents(path, Reading(pairs=model is not None)):
-        yield document.content if model is None else _prompt(document, model)
+        yield document.content if model is None else _content_or_pair_ids(document, model)
 
 
-def _prompt(document: Document, model: ModelSource) -> str | list[int]:
-    """A document as a prompt: its content, or the token ids of its (source, target) pair."""
+def _content_or_pair_ids(document: Document, model: ModelSource) -> str | list[int]:
+    """A document as a prompt: its text or token ids; for a (source, target) pair, the token ids of both."""
     from ...stages.forward.text.prompts import pair_ids
 
     if document.target is None:

@@ -84,15 +84,21 @@ def _published_model(replication: Replication, model: str | None) -> str:
     """
     if model is None or model in replication.models:
         return model or (replication.models[0] if replication.models else "")
+    published = " or ".join(replication.models) or "no model"
     raise click.UsageError(
-        "expected a model it was published on, "
-        f"{' or '.join(replication.models) or 'of which there is none'}, "
-        f"found {model!r}; for others: mizarr compute {replication.workflow} --model {model}"
+        f"this result was published for {published}, found --model {model!r}; to run its workflow on another "
+        f"model: mizarr compute {replication.workflow} --model {model}"
     )
 
 
 def _is_cached(replication: Replication, model: str, fetch: bool) -> bool:
-    """Whether model and dictionary are in the hub's local cache; `fetch` downloads them first."""
+    """Whether the model and dictionary of a replication are in the hub's local cache.
+
+    Arguments:
+        replication: The replication.
+        model: Hub id of the published model.
+        fetch: Download missing files first.
+    """
     from ...stages.features import download as dictionaries
     from ...stages.features.layers.files import resolve as resolve_dictionary
     from ...stages.forward.models import download
@@ -133,26 +139,31 @@ def _missing_files(replication: Replication, model: str) -> str:
         size = human_bytes(total)
     except MizarrError:
         # Without a connection the message still names what is missing.
-        size = "how many bytes only the hub can say, and it was not reached"
+        size = "unknown size, because the hub cannot be reached"
     if replication.dictionary:
         missing.append(replication.dictionary)
     return (
-        f"not here: {' and '.join(missing)} ({size}); fetch with --fetch. The same protocol on a built-in "
-        "model follows: it shows that the protocol runs, and replicates nothing"
+        f"not in the local cache: {' and '.join(missing)} ({size}); --fetch downloads it. The same protocol "
+        "now runs on a built-in model: this shows that the protocol works, not that the result replicates"
     )
 
 
 def _compared_claims(replication: Replication, model: str, workflow: Workflow) -> list[dict[str, Any]]:
-    """Each published number of a model with the computed one: place, published, tolerance, found, agrees."""
+    """Compare the published numbers of a model with the computed ones.
+
+    Returns:
+        JSON object per published number: its place in the paper, the published number, its tolerance, the
+        computed number, and whether both agree.
+    """
     from ..replications import value_at
 
     document = workflow.to_json()
     rows = []
     for claim in replication.claims:
         if claim.model == model:
-            value = value_at(document, claim.path)
-            numbers = {"published": claim.value, "tolerance": claim.tolerance, "found": value}
-            rows.append({"place": claim.place, **numbers, "agrees": claim.agrees(value)})
+            computed = value_at(document, claim.path)
+            numbers = {"published": claim.value, "tolerance": claim.tolerance, "found": computed}
+            rows.append({"place": claim.place, **numbers, "agrees": claim.agrees(computed)})
     return rows
 
 
@@ -163,24 +174,17 @@ def _print(replication: Replication, workflow: Workflow, claims: list[dict[str, 
     echo(f"{replication.title} ({replication.source})", err=True)
     workflow.render(EscapingConsole(), None)
     if claims:
-        columns = ("PLACE", "PUBLISHED", "WITHIN", "FOUND", "AGREES")
         rows = [
-            dict(
-                zip(
-                    columns,
-                    (
-                        row["place"],
-                        str(row["published"]),
-                        f"{row['tolerance']:g}",
-                        str(row["found"]),
-                        "yes" if row["agrees"] else "NO",
-                    ),
-                    strict=True,
-                )
-            )
-            for row in claims
+            {
+                "PLACE IN THE PAPER": claim["place"],
+                "PUBLISHED": str(claim["published"]),
+                "TOLERANCE": f"{claim['tolerance']:g}",
+                "COMPUTED": str(claim["found"]),
+                "AGREES": "yes" if claim["agrees"] else "NO",
+            }
+            for claim in claims
         ]
-        print_table(columns, rows)
+        print_table(list(rows[0]), rows)
 
 
 def _list(as_json: bool) -> None:

@@ -51,11 +51,11 @@ HOOKS_EXAMPLE = "--hooks 'blocks.*.hook_resid_post'"
 
 
 def on_workflow(command: Callable[..., int | None]) -> Callable[..., None]:
-    """Decorator of commands on a workflow: adds the argument WORKFLOW and the options for its model, settings
-    and store.
+    """Decorator that adds the argument WORKFLOW to a command, and options for model, settings and store.
 
-    The command is called with the built `Workflow` as its first argument, then `store_path`, `as_json` and
-    its own options. UsageError if the model, backend or adapter is given both as an option and by --set.
+    The command function is called with the built `Workflow` as its first argument, then `store_path`,
+    `as_json` and its own options. UsageError if the model, backend or adapter is given both as an option and
+    by --set.
     """
 
     @functools.wraps(command)
@@ -223,7 +223,8 @@ def capture(
     exact, quiet = options["exact"], options["quiet"]
     if exact and not dry_run:
         raise click.UsageError(
-            "expected --exact with --dry-run, found it alone; prompts that run are counted"
+            "--exact works with --dry-run only, because a capture itself always counts all prompts; leave "
+            "it out"
         )
     source = ModelSource(ModelRef(model, **given_options(options, LOADING)))
     spec = HookSpec().capture(*hooks, positions=options["positions"], reduce=_reduction(options["reduce"]))
@@ -277,7 +278,7 @@ def capture(
 
 
 def _reduction(text: str | None) -> Any:
-    """The `reduce` argument of `HookSpec.capture`: the dictionary for features:NAME, else the text itself."""
+    """Value of --reduce for `HookSpec.capture`: for "features:NAME" that dictionary, else the text itself."""
     prefix, _, name = (text or "").partition(":")
     if prefix != "features":
         return text
@@ -299,11 +300,12 @@ def _print_estimate(size: CorpusSize, node: CaptureNode, store: Store, as_json: 
     from ...pipeline.progress import clock, short
 
     scale = size.tokens / size.sample.n_tokens
-    written, free = round(node.estimate(store).bytes_written * scale), store.files.free_bytes
+    # Object stores report no free bytes: None.
+    n_written, n_free = round(node.estimate(store).bytes_written * scale), store.files.free_bytes
     seconds = node.expected_seconds(store, scale)
     if as_json:
         counts = {"tokens": size.tokens, "prompts": size.prompts, "files": size.files, "bytes": size.bytes}
-        costs = {"bytes_written": written, "free_bytes": free, "seconds": seconds}
+        costs = {"bytes_written": n_written, "free_bytes": n_free, "seconds": seconds}
         print_json({"is_estimated": True, **counts, "looked_at_bytes": size.looked_at, **costs})
         return
     echo(
@@ -312,12 +314,11 @@ def _print_estimate(size: CorpusSize, node: CaptureNode, store: Store, as_json: 
         f"{size.files} {'file' if size.files == 1 else 'files'}; --exact counts them, and "
         "finds what the store holds already"
     )
-    time = "" if seconds is None else f"; about {clock(seconds)}"
-    room = "" if free is None else f", {human_bytes(free)} are free"
-    echo(f"{human_bytes(written)} would be written{room}{time}")
-    # Object stores report no free bytes.
-    if free is not None and written > free:
-        echo("it does not fit: capture fewer hook points, or a share of the documents")
+    free = "" if n_free is None else f"; {human_bytes(n_free)} are free on the disk"
+    time = "" if seconds is None else f"; this takes about {clock(seconds)}"
+    echo(f"{human_bytes(n_written)} would be written{free}{time}")
+    if n_free is not None and n_written > n_free:
+        echo("the activations do not fit on the disk: capture fewer hook points, or use --share")
 
 
 def _print_captured(node: CaptureNode, store: Store, as_json: bool) -> None:
@@ -344,7 +345,7 @@ def _print_captured(node: CaptureNode, store: Store, as_json: bool) -> None:
 
 
 def _print_plan(steps: Plan, as_json: bool) -> None:
-    """Print a plan: one row per stage, with its state and estimated cost."""
+    """Print a table with one row per stage: whether it is cached, and its estimated cost."""
     if as_json:
         print_json(steps.to_json())
         return
@@ -426,7 +427,8 @@ def _compute_every(
     parsed = click.get_current_context().params
     if parsed["model"] or {"model", "revision"} & parsed["parameters"].keys():
         raise click.UsageError(
-            "--every-model asks all of them; leave out --model, and --set model=…, revision=…"
+            "--every-model computes the workflow for every model on this machine; leave out --model, "
+            "--set model=… and --set revision=…"
         )
     store = open_store(store_path)
     documents: list[dict[str, Any]] = []
@@ -454,7 +456,10 @@ def _compute_every(
 
 
 def _runnable_models() -> Iterator[tuple[str, str | None]]:
-    """(name, revision) of the runnable models on this machine; of several revisions main, else the first."""
+    """(name, revision) of each model on this machine that can run.
+
+    Of a model with several revisions, "main", or else the first one.
+    """
     from ...stages.forward.models.listing import listed_models
 
     revisions: dict[str, str | None] = {}
@@ -482,7 +487,7 @@ def explain(workflow: Workflow, store_path: str, as_json: bool, cluster: str | N
     from ..settings import as_given
 
     with _read_only_store(store_path) as store:
-        # Their stored results decide which of the other nodes the real run would compute.
+        # Which other nodes a real run would compute depends on the results of these, if they are stored.
         if (fact_nodes := workflow.fact_nodes()) and plan(fact_nodes.values(), store).is_cached:
             workflow.choose_facts(store)
         if plan(workflow.first_nodes().values(), store).is_cached:
@@ -507,7 +512,7 @@ def explain(workflow: Workflow, store_path: str, as_json: bool, cluster: str | N
 
 @contextlib.contextmanager
 def _read_only_store(path: str) -> Iterator[Store]:
-    """Open a store read-only; if it does not exist, an empty temporary store, so that nothing is created."""
+    """Open a store read-only, within the `with` block; if there is none, an empty temporary store instead."""
     from ...store import open_store
     from ...store.files import is_remote
 

@@ -190,8 +190,8 @@ def _check_against(training_settings: TrainingSettings, against: str | None) -> 
 
     if against is not None and training_settings.kind != "crosscoder":
         raise ConfigError(
-            f"expected kind=crosscoder with --against, found kind={training_settings.kind}; "
-            "add --set kind=crosscoder"
+            "--against names a second model, which only a crosscoder has, found "
+            f"kind={training_settings.kind}; add --set kind=crosscoder, or leave out --against"
         )
 
 
@@ -199,7 +199,11 @@ def _print_crosscoder(held_out: dict[str, Any]) -> None:
     """Print the fraction of variance unexplained of each place; sparsity and shared features go to stderr."""
     rows = zip(held_out["places"], held_out["fvu"], strict=True)
     print_table(["PLACE", "FVU"], [dict(zip(["PLACE", "FVU"], row, strict=True)) for row in rows])
-    echo(f"active per token: {held_out['l0']:.1f}; never active: {held_out['dead']:.3f}", err=True)
+    echo(
+        f"active features per token: {held_out['l0']:.1f}; share of features that are never active: "
+        f"{held_out['dead']:.3f}",
+        err=True,
+    )
     if "first_alone" in held_out:
         n_first, n_second = held_out["first_alone"], held_out["second_alone"]
         echo(
@@ -210,7 +214,15 @@ def _print_crosscoder(held_out: dict[str, Any]) -> None:
 
 
 def _settings(config: Path | None, parameters: dict[str, Any]) -> TrainingSettings:
-    """Settings of the TOML file, overridden by those of --set; ConfigError for an unknown or invalid one."""
+    """Training settings of a TOML file, overridden by those of --set.
+
+    Arguments:
+        config: Path of the TOML file; None for no file.
+        parameters: Name -> value of the settings of --set.
+
+    Raises:
+        ConfigError: The file is not TOML, or a setting is unknown or invalid.
+    """
     from ...stages.features.training.settings import TrainingSettings
     from ...store.errors import ConfigError
     from ..settings import read_settings
@@ -220,13 +232,14 @@ def _settings(config: Path | None, parameters: dict[str, Any]) -> TrainingSettin
         try:
             file_settings = tomllib.loads(config.read_text("utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"expected TOML in {config}, found {error}") from error
+            raise ConfigError(f"expected TOML in the file {config}, which cannot be read: {error}") from error
     training_settings: TrainingSettings = read_settings(TrainingSettings, "train", file_settings | parameters)
     return training_settings
 
 
 def _hooks(training_settings: TrainingSettings) -> list[str]:
-    """Hook point names or globs that the dictionary reads and writes, in the layers it is trained on."""
+    """Names or globs of the hook points whose activations a dictionary is trained on: those it reads and
+    writes."""
     from ...stages.forward.architectures.points import BY_NAME
 
     layers = ["*"] if training_settings.layers is None else list(map(str, training_settings.layers))

@@ -33,11 +33,13 @@ import numpy as np
 from ...stages.causal.recurrence import RecurrentContinuation, Trial
 from ...stages.forward.generation.continuations import GenerationSettings
 from ...stages.forward.generation.stopping import end_ids
+from ...stages.forward.runs.duration import PassWork
 from ...stages.logits.lens import format_probability, format_text, format_token
 from ...store.arrays import Floats
 from ..claim import Claim, Controls
 from ..material.answers import encoded
 from ..material.samples.rhymes import PRESETS, Condition, FirstLine, block_of, conditions_of, last_word
+from ..material.sizes import affordable
 from ..settings import ControlSettings, Count, ModelSettings, Natural, setting
 from ..views import Data, Figure, Heatmap, Line, Lines, Table, View, bold, dash
 from ..workflow import ModelWorkflow, Nodes, loaded
@@ -51,6 +53,10 @@ __all__ = ["RecurrentFeedback", "RecurrentFeedbackSettings"]
 
 RESAMPLED = 2000
 """Number of draws of the null distribution; each is a mean over lines with one direction drawn per line."""
+LINE_LENGTH = 12
+"""Tokens of a first line, about."""
+GENERATED = 5
+"""Cost of a generated token, in tokens of a prompt: its products have one row, and read all weights."""
 FEWEST = 2
 """Smallest number of lines that a model must rhyme with without feedback for a claim."""
 WORDS = {0: "no rhyme", 1: "the last word of the first line", 2: "another rhyming word"}
@@ -68,7 +74,7 @@ class RecurrentFeedbackSettings(ControlSettings, ModelSettings):
     controls: Natural = setting(
         4, "number of random directions of equal norm fed in each line; 0: none, nothing is claimed"
     )
-    limit: Natural = setting(0, "number of lines, from the first on; 0: all")
+    limit: Natural = setting(0, "number of lines, from the first on; 0: all, or fewer for a large model")
     sweep: bool = setting(True, "run every condition of the protocol, not only the selected one")
     blocks: tuple[str, ...] = setting(
         (),
@@ -112,7 +118,6 @@ class RecurrentFeedback(ModelWorkflow):
         Raises ConfigError for a block that is not of the form "8-15" or not of the model.
         """
         settings, preset = self.settings, self.preset
-        self.lines = preset.lines[: settings.limit or None]
         block, levels = preset.sustained
         sustained = (settings.blocks[-1] if settings.blocks else block, settings.strengths or levels)
         protocol = conditions_of(
@@ -124,6 +129,7 @@ class RecurrentFeedback(ModelWorkflow):
         swept = [condition for condition in protocol if settings.sweep or condition.depth == 1]
         self.condition = self._selected_condition()
         self.conditions = tuple(swept) if self.condition in swept else (*swept, self.condition)
+        self.lines = preset.lines[: settings.limit or self._affordable_lines()]
         # With the line break in the prompt, generation begins with the second line.
         prompts = [tuple(encoded(self.subject, f"{line.text}\n").ids) for line in self.lines]
         words = [tuple(map(self._last_token, line.family)) for line in self.lines]
@@ -151,6 +157,14 @@ class RecurrentFeedback(ModelWorkflow):
             "trials": self.on_model(RecurrentContinuation(tuple(trials), generation)),
             "controls": self.on_model(RecurrentContinuation((foreign, *random), generation)),
         }
+
+    def _affordable_lines(self) -> int:
+        """Number of lines by default (material/sizes.py)."""
+        n_trials = len(self.conditions) + 1 + self.settings.controls
+        n_tokens = LINE_LENGTH + self.settings.max_tokens
+        work = PassWork(n_trials * n_tokens * self.subject.config.num_layers)
+        operations = GENERATED * work.operations(self.subject.config)
+        return affordable(operations, len(self.preset.lines), least=6)
 
     def _selected_condition(self) -> Condition:
         """The preset's condition, with block, strength and `sustained` of the settings where they are set."""

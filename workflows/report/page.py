@@ -1,10 +1,10 @@
-"""One self-contained HTML page per workflow: settings, results and provenance.
+"""The report of a workflow: one self-contained HTML page with its settings, results and provenance.
 
 The page loads nothing: styles, script, numbers and figures are embedded, and its content security policy
 forbids every request. Equal results give equal bytes: times on a page are those of the computation, never of
 the writing.
 
-Border: writes the views and figures of a workflow; assets/ defines their appearance.
+Border: writes the views and figures of a workflow; the templates in assets/ define their appearance.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...store.arrays import Array
 from ...store.errors import ConfigError, MissingExtra
 from ...store.version import __version__
 from ..views import Attention, Choice, Figure, Heatmap, Picture, View, paper
@@ -32,40 +31,48 @@ if TYPE_CHECKING:
 __all__ = ["LIMIT", "check_output", "policy", "render", "write", "write_whole"]
 
 LIMIT = 20 << 20
-"""Largest number of embedded bytes; browsers open larger pages slowly."""
+"""Largest number of bytes that the views of a page may take; browsers open larger pages slowly."""
 STYLES = ("report.css", "graph.css")
-"""Style sheets of a page, in order."""
-# parts.html has the ratio of both: 96 / 160 = 0.6.
+"""File names of the style sheets of a page, in order."""
+# parts.html scales pictures by 96 / 160 = 0.6.
 DPI = 160
-"""Pixels per inch of a picture, which is shown at 96 per inch."""
+"""Pixels per inch of a picture; the page shows it at 96 pixels per inch, so that it is sharp when
+magnified."""
 
 
 def write(workflow: Reported, path: Path) -> Path:
     """Write the page of a workflow that has run, unless the file already has these contents.
 
     Arguments:
-        workflow: the workflow.
-        path: the file.
+        workflow: The workflow, after its computation.
+        path: HTML file to write.
+
+    Returns:
+        `path`.
 
     Raises:
-        ConfigError: no file can be written at the path.
+        ConfigError: No file can be written at the path.
     """
     check_output(path)
     return write_whole(path, render(workflow).encode())
 
 
 def write_whole(path: Path, text: bytes) -> Path:
-    """Write a file, unless it already has these contents. A temporary file is renamed, so that the file is
-    always complete.
+    """Write a file, unless it already has these contents.
+
+    A temporary file is written and renamed, so that an interruption leaves no partial file.
 
     Arguments:
-        path: the file.
-        text: its contents.
+        path: File to write; its folder is created if needed.
+        text: Contents of the file.
+
+    Returns:
+        `path`.
     """
     if path.is_file() and path.read_bytes() == text:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder, as a file is only replaced atomically within one file system.
+    # In the same folder, as a rename is atomic only within a file system.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(text)
@@ -79,22 +86,34 @@ def check_output(path: Path) -> None:
     """Raise ConfigError if no file can be written at `path`; call it before long computations."""
     if path.is_dir():
         raise ConfigError(
-            f"expected a file to write, such as {path / 'report.html'}, found the folder {path}"
+            f"cannot write the file {path}, because it is a folder; name a file in it, such as "
+            f"{path / 'report.html'}"
         )
     # A broken link does not `exist`, yet no folder can be made in its place.
-    folder = next(parent for parent in path.absolute().parents if parent.exists() or parent.is_symlink())
-    if not folder.is_dir():
-        raise ConfigError(f"expected a folder for {path.name}, found the file {folder}; choose another path")
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"expected a folder that can be written, found {folder}; choose another path")
+    nearest_parent = next(
+        parent for parent in path.absolute().parents if parent.exists() or parent.is_symlink()
+    )
+    if not nearest_parent.is_dir():
+        raise ConfigError(
+            f"cannot write {path.name}, because {nearest_parent} is a file, not a folder; choose another path"
+        )
+    if not os.access(nearest_parent, os.W_OK):
+        raise ConfigError(
+            f"cannot write {path.name}, because you may not write into the folder {nearest_parent}; choose "
+            "another path"
+        )
 
 
 def render(workflow: Reported) -> str:
-    """The page as HTML. Views that exceed the size limit are thinned or left out, with a note."""
-    pictures, missing = _pictures(workflow)
-    # A `Figure` is not listed itself: `_panels` adds those of its panels that the page lacks.
+    """HTML of the page of a workflow that has run.
+
+    If its views exceed the size limit of a page, large ones are reduced or replaced by a note.
+    """
+    pictures, missing = _figures_as_pictures(workflow)
+    # A `Figure` is no part of the page itself: those of its panels that the page lacks are added as views.
     views = [view for view in workflow.shown if view.on_page]
-    views, pictures = _fitted([*views, *_panels(workflow, views, drawn=not missing)], pictures)
+    panels = _panels_not_on_page(workflow, views, has_matplotlib=not missing)
+    views, pictures = _within_limit([*views, *panels], pictures)
     style, drawing = "".join(map(asset, STYLES)), script()
     text: str = (
         environment()
@@ -117,23 +136,30 @@ def render(workflow: Reported) -> str:
     return text
 
 
-def _panels(workflow: Reported, views: list[View], *, drawn: bool) -> list[View]:
-    """Panels of figures that are not among `views`, as views if a page supports their kind, else as pictures.
+def _panels_not_on_page(workflow: Reported, views: list[View], *, has_matplotlib: bool) -> list[View]:
+    """Panels of the workflow's figures that show something that none of the page's views shows.
 
-    drawn: whether pictures can be drawn.
+    Arguments:
+        workflow: The workflow.
+        views: The views of the page.
+        has_matplotlib: Whether panels can be drawn.
+
+    Returns:
+        The panels: as views if a page can show their kind, else drawn as pictures.
     """
     figures = [view for view in workflow.shown if isinstance(view, Figure)]
-    kinds = {panel.panel().kind for figure in figures for panel in figure.panels}
+    panel_kinds = {panel.panel().kind for figure in figures for panel in figure.panels}
     # Only a view of a panel's kind can equal it: the others are not encoded and hashed.
-    seen = {_content(view) for view in _options(views) if view.kind in kinds}
-    seen |= {_cells(view.overview) for view in views if isinstance(view, Attention)}  # its grid of heads
+    seen = {_content_digest(view) for view in _with_options(views) if view.kind in panel_kinds}
+    # The grid of heads of an attention view shows the same cells as a heatmap of its overview.
+    seen |= {str(block(view.overview)) for view in views if isinstance(view, Attention)}
     additional: list[View] = []
     for figure in figures:
         for panel in (source.panel() for source in figure.panels):
-            content = _content(panel)
-            if content in seen or not (panel.on_page or drawn):
+            content = _content_digest(panel)
+            if content in seen or not (panel.on_page or has_matplotlib):
                 continue
-            if isinstance(panel, Heatmap) and _cells(panel.values) in seen:
+            if isinstance(panel, Heatmap) and str(block(panel.values)) in seen:
                 continue
             seen.add(content)
             titles: dict[str, Any] = {"title": panel.title or figure.title, "caption": panel.caption}
@@ -146,29 +172,27 @@ def _panels(workflow: Reported, views: list[View], *, drawn: bool) -> list[View]
     return additional
 
 
-def _options(views: Iterable[View]) -> Iterator[View]:
-    """Views, including the options of a `Choice`."""
+def _with_options(views: Iterable[View]) -> Iterator[View]:
+    """All views, each `Choice` followed by the views to select from."""
     for view in views:
         yield view
         if isinstance(view, Choice):
-            yield from _options(option for _, option in view.options)
+            yield from _with_options(option for _, option in view.options)
 
 
-def _content(view: View) -> str:
-    """Digest of a view's contents, without title and caption."""
-    # `sources` are links to recipes: without them, as they change nothing that is drawn.
+def _content_digest(view: View) -> str:
+    """Digest of what a view shows, without its title and caption: equal for views that look the same."""
+    # `sources` are links to the provenance: they change nothing that is drawn.
     shown = plain(replace(view, title="", caption="", sources=()))
     return hashlib.sha256(f"{view.kind}{shown}".encode()).hexdigest()
 
 
-def _cells(values: Array) -> str:
-    """Numbers of a grid, encoded for embedding in a page."""
-    return str(block(values))
+def _figures_as_pictures(workflow: Reported) -> tuple[list[View], str]:
+    """Draw the workflow's figures for browsers that run no script.
 
-
-def _pictures(workflow: Reported) -> tuple[list[View], str]:
-    """(figures of the workflow as pictures, which a browser without scripts shows; why they cannot be drawn,
-    or "")."""
+    Returns:
+        (pictures, ""), or ([], the reason why no figure can be drawn) without matplotlib.
+    """
     with tempfile.TemporaryDirectory() as folder:
         try:
             drawn = workflow.draw(Path(folder))
@@ -181,9 +205,14 @@ def _pictures(workflow: Reported) -> tuple[list[View], str]:
         ], ""
 
 
-def _fitted(*groups: list[View]) -> list[list[View]]:
-    """Reduce views to the size limit: small ones stay complete, large ones share the remaining bytes
-    equally."""
+def _within_limit(*groups: list[View]) -> list[list[View]]:
+    """Reduce views until all groups together take at most LIMIT bytes.
+
+    Small views stay complete; large ones share the remaining bytes equally.
+
+    Returns:
+        The groups, in order, with the same number of views each.
+    """
     # Ascending, so that bytes which small views leave over are shared among the larger ones.
     sizes = sorted(size(view) for group in groups for view in group)
     remaining, share = LIMIT, LIMIT
@@ -199,12 +228,12 @@ def _fitted(*groups: list[View]) -> list[list[View]]:
 
 
 def policy(style: str, drawing: str, beside: str = "") -> str:
-    """Content security policy of a page: one inline style, one inline script and embedded images.
+    """Content security policy of a page that allows one inline style, one inline script and embedded images.
 
     Arguments:
-        style: text of the style.
-        drawing: text of the script.
-        beside: further source of scripts; empty for none.
+        style: Text of the inline style.
+        drawing: Text of the inline script.
+        beside: Further source of scripts, such as "'self'"; "" for none.
     """
     allowed = (
         # By hash, so that no other inline script, such as one in a prompt, can run; data: for embedded PNGs.

@@ -1,6 +1,6 @@
-"""Provenance of a workflow's results: all stages of its graph, and the command that repeats it.
+"""Provenance of a workflow's results: every stage that computed them, and the command that repeats them.
 
-The output is the same for all readers of a store: host and process of a computation are left out.
+Equal results give equal provenance: the names of hosts and processes are left out.
 
 Border: reads keys and provenance, computes nothing, loads no model.
 """
@@ -35,37 +35,41 @@ __all__ = ["Asked", "Made", "asked", "command", "facts", "made"]
 
 @dataclass(frozen=True)
 class Asked:
-    """A setting of a workflow."""
+    """A setting of a workflow, as text for its page."""
 
     name: str
-    """Name of the setting."""
+    """Name of the setting, as `--set` takes it."""
     value: str
-    """Value as JSON."""
+    """Its value as JSON."""
     help: str
-    """Help text."""
+    """Text that explains the setting; "" for none."""
     is_default: bool
-    """Whether the value is the default."""
+    """Whether the value is the default of the setting."""
 
 
 def asked(settings: Any) -> list[Asked]:
-    """All settings of a workflow, in order."""
+    """All settings of a workflow, in order of declaration.
+
+    Arguments:
+        settings: The settings, a dataclass instance.
+    """
     return [
         Asked(
-            field.name,
-            _json(getattr(settings, field.name)),
-            field.metadata.get("help", ""),
-            getattr(settings, field.name) == field.default,
+            name=field.name,
+            value=_json(getattr(settings, field.name)),
+            help=field.metadata.get("help", ""),
+            is_default=getattr(settings, field.name) == field.default,
         )
         for field in dataclasses.fields(settings)
     ]
 
 
 def command(workflow: Reported, verb: str = "report") -> str:
-    """Command line that reproduces the results.
+    """Command line, quoted for a shell, that runs the workflow again with the same settings.
 
     Arguments:
         workflow: The workflow.
-        verb: Subcommand of mizarr.
+        verb: Subcommand of mizarr: "report" or "compute".
     """
     words = ["mizarr", verb, workflow.name]
     for setting in asked(workflow.settings):
@@ -76,51 +80,61 @@ def command(workflow: Reported, verb: str = "report") -> str:
 
 @dataclass(frozen=True)
 class Made:
-    """A node of the computation graph: its stage, key, inputs and provenance."""
+    """A node of the computation graph as text for a page: its stage, key, inputs and provenance."""
 
     name: str
-    """Result name in the workflow, or else node name, numbered if several nodes share it."""
+    """Name of the result in the workflow; of an intermediate node the node's name, made unique by a
+    number."""
     stage: str
-    """Name and version of the stage, "forward passes" or "given values"."""
+    """Name and version of the stage, such as "lens/2"; "forward passes" or "given values" for other nodes."""
     is_result: bool
-    """Whether this node is a result of the workflow, not an intermediate stage."""
+    """Whether this node is a result of the workflow, not an intermediate step."""
     key: str
-    """Digest of its key; for forward passes that of their run (DATA of `mizarr ls`), for constants that of
-    their content."""
+    """Digest of the stage's key; for forward passes the digest of their run (DATA of `mizarr ls`), for given
+    values that of their content; "" if the key is not known."""
     inputs: tuple[tuple[str, str], ...]
-    """(name of the input, `name` of the node that provides it)."""
+    """(name of the input, `name` of the node that provides it) of each input."""
     params: str
-    """Parameters of the stage as JSON; empty for none."""
+    """Parameters of the stage as JSON; "" for none."""
     facts: tuple[tuple[str, str], ...]
-    """(name, value) of provenance to show."""
+    """(name, value) pairs about the computation, as `facts` yields them."""
 
     @property
     def short(self) -> str:
-        """First 12 digits of the key, as figures and `mizarr ls` show it."""
+        """The first 12 digits of the key, which figures and `mizarr ls` show."""
         return self.key.removeprefix("sha256:")[:12]
 
     @property
     def reads(self) -> list[str]:
-        """Names of the nodes that it reads, without duplicates."""
+        """`name` of each node that this node reads, without duplicates."""
         return list(dict.fromkeys(name for _, name in self.inputs))
 
 
 def made(workflow: Reported) -> list[Made]:
-    """All nodes of the graph, inputs first; empty for a workflow without a store."""
+    """All nodes of the workflow's computation graph, each after its inputs; empty without a store."""
     store = workflow.store
     if store is None:
         return []
-    # Else each node's key is computed again for every node that reads it: 2^n look-ups in a chain of n.
+    # Within one_look keys are remembered. Else a node's key is computed again for every node that reads it:
+    # 2^n look-ups in a chain of n nodes.
     with one_look():
-        names = _names(workflow.nodes)
+        names = _node_names(workflow.nodes)
+        # Constants with equal content share a name, and are listed once.
         unique = {name: node for node, name in names.items()}
         return [_described(node, name, names, workflow, store) for name, node in unique.items()]
 
 
-def _names(nodes: Mapping[str, ResultNode]) -> dict[Node, str]:
-    """Node -> name, inputs first. Results have the workflow's names; equal constants share one."""
-    result_names: dict[Node, str] = {node: name for name, node in nodes.items()}
+def _node_names(results: Mapping[str, ResultNode]) -> dict[Node, str]:
+    """Unique name of every node from which results are computed, each node after its inputs.
+
+    A result has its name in the workflow. Constants with equal content share a name.
+
+    Arguments:
+        results: Name in the workflow -> node of the result.
+    """
+    result_names: dict[Node, str] = {node: name for name, node in results.items()}
     names: dict[Node, str] = {}
+    # Digest of a constant's content -> name.
     constants: dict[str, str] = {}
     # Reserved first: an intermediate node must not take the name of a result.
     used = set(result_names.values())
@@ -140,19 +154,27 @@ def _names(nodes: Mapping[str, ResultNode]) -> dict[Node, str]:
         if content is not None:
             constants[content] = names[node]
 
-    for node in nodes.values():
+    for node in results.values():
         visit(node)
     return names
 
 
 def _described(node: Node, name: str, names: Mapping[Node, str], workflow: Reported, store: Store) -> Made:
+    """A node of the graph as text: forward passes, a stage, or values that were passed in.
+
+    Arguments:
+        node: The node.
+        name: Its name on the page.
+        names: Names of all nodes.
+        workflow: The workflow, whose results are marked.
+        store: Store with the provenance.
+    """
     is_result = name in workflow.nodes
-    inputs = tuple(_inputs(node, names))
+    inputs = tuple(_input_names(node, names))
     if isinstance(node, CaptureNode):
-        entry = _entry(node, store)
-        return Made(
-            name, "forward passes", is_result, entry.digest, inputs, "", tuple(_passes(node, entry, store))
-        )
+        entry = _stored_run(node, store)
+        provenance = tuple(_facts_of_passes(node, entry, store))
+        return Made(name, "forward passes", is_result, entry.digest, inputs, "", provenance)
     if isinstance(node, ResultNode) and (key := node.key(store)) is not None:
         record = store.lookup(key)
         provenance = tuple(facts(store, record)) if record is not None else ()
@@ -162,8 +184,8 @@ def _described(node: Node, name: str, names: Mapping[Node, str], workflow: Repor
     return Made(name, "given values", is_result, content, inputs, "", ())
 
 
-def _inputs(node: Node, names: Mapping[Node, str]) -> Iterator[tuple[str, str]]:
-    """(name of an input in the node, name of its source on the page)."""
+def _input_names(node: Node, names: Mapping[Node, str]) -> Iterator[tuple[str, str]]:
+    """(name of the input, name on the page of the node that provides it) of each input of a node."""
     ports = getattr(node, "ports", None)
     if ports is None:
         yield from ((source.name, names[source]) for source in node.inputs)
@@ -173,23 +195,35 @@ def _inputs(node: Node, names: Mapping[Node, str]) -> Iterator[tuple[str, str]]:
         yield f"{name}{variable}", names[port.node]
 
 
-def _entry(node: CaptureNode, store: Store) -> LabelledEntry:
-    """Entry of the activations: the run itself, or a larger run that contains these prompts."""
-    # Not found under its own key: the prompts may be part of a larger run.
+def _stored_run(node: CaptureNode, store: Store) -> LabelledEntry:
+    """The stored run with the activations of forward passes, or a larger run that contains their prompts.
+
+    Raises:
+        EntryNotFound: The activations are no longer in the store.
+    """
+    # Suppressed: without a run of its own, the prompts may be part of a larger run.
     with contextlib.suppress(EntryNotFound):
         entry = store.entry(node.run_key, node.dtype)
+        # A cell is a stored array: (variable, layer).
         if all(entry.record(*cell) for cell in node.cells):
             return entry
-    larger = store.find_prompts(node.run_key, node.tokens, node.dtype, node.cells)
-    if larger is None:
+    larger_run = store.find_prompts(node.run_key, node.tokens, node.dtype, node.cells)
+    if larger_run is None:
         raise EntryNotFound(
-            f"the activations of {node!r} vanished from {store.address}; run the workflow again"
+            f"the activations of {node!r} are no longer in the store {store.address}, perhaps because "
+            "`mizarr gc` removed them; run the workflow again"
         )
-    return larger[0]
+    return larger_run[0]
 
 
-def _passes(node: CaptureNode, entry: LabelledEntry, store: Store) -> Iterator[tuple[str, str]]:
-    """Provenance of forward passes, with the keys of their stored arrays."""
+def _facts_of_passes(node: CaptureNode, entry: LabelledEntry, store: Store) -> Iterator[tuple[str, str]]:
+    """(name, value) pairs about forward passes: number of prompts, keys of the stored arrays, provenance.
+
+    Arguments:
+        node: The forward passes.
+        entry: The stored run with their activations.
+        store: Store of the run.
+    """
     yield "prompts", f"{node.tokens.n_prompts:,} ({node.tokens.n_tokens:,} tokens)"
     records = [record for cell in node.cells if (record := entry.record(*cell)) is not None]
     yield "arrays", ", ".join(f"{record.label} {record.short}" for record in records)
@@ -198,13 +232,14 @@ def _passes(node: CaptureNode, entry: LabelledEntry, store: Store) -> Iterator[t
 
 
 def facts(store: Store, record: Record) -> Iterator[tuple[str, str]]:
-    """Provenance of a record to show: model, content, time, duration, memory, bytes, device and versions.
+    """(name, value) pairs about the computation of a result: model, time, memory, device, versions.
 
     Arguments:
-        store: The store of the results.
-        record: Provenance of the result.
+        store: Store of the result.
+        record: Record of the result in the store.
     """
     notes = store.provenance(record)
+    # Notes are sorted by time; one with a duration describes the computation itself.
     timed = [note for note in notes if "seconds" in note]
     note = (timed or notes or [{}])[0]
     if "identity" in note:
@@ -216,10 +251,10 @@ def facts(store: Store, record: Record) -> Iterator[tuple[str, str]]:
     if "seconds" in note:
         yield "took", f"{note['seconds']:.3g} s"
     if peaks := highest_peaks([note]):
-        yield "memory at most", ", ".join(f"{room} {megabytes(most)}" for room, most in peaks.items())
-    for name, word in (("bytes_read", "read"), ("bytes_written", "wrote")):
-        if note.get(name):
-            yield word, human_bytes(note[name])
+        yield "memory at most", ", ".join(f"{device} {megabytes(peak)}" for device, peak in peaks.items())
+    for field, label in (("bytes_read", "read"), ("bytes_written", "wrote")):
+        if note.get(field):
+            yield label, human_bytes(note[field])
     if note.get("device"):
         yield "device", str(note["device"])
     if note.get("versions"):

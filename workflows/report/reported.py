@@ -1,4 +1,4 @@
-"""The interface of a workflow that a page needs."""
+"""The attributes of a workflow that its page reads, as a protocol."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 __all__ = ["NO_CLAIM", "Reported"]
 
 NO_CLAIM = "This describes the model and makes no causal claim."
-"""Sentence after the description of a workflow without claims."""
+"""Sentence that follows the description of a workflow without claims."""
 
 
 class Reported(Protocol):
-    """A workflow that has run, as its page needs it."""
+    """A workflow that has run, with the attributes that its page reads."""
 
     settings: Any
-    """Dataclass of its settings."""
+    """Settings of the workflow, a dataclass instance."""
     store: Store | None
-    """Store of the results; None for a workflow without results."""
+    """Store of the results; None for a workflow that stores nothing."""
 
     @property
     def nodes(self) -> Mapping[str, ResultNode]:
-        """Nodes of the results, by name."""
+        """Name of each result -> node of the computation graph that computes it."""
         ...
 
     @property
@@ -37,12 +37,12 @@ class Reported(Protocol):
 
     @property
     def question(self) -> str:
-        """The question that it answers, one sentence."""
+        """The question that the workflow answers, one sentence."""
         ...
 
     @property
     def descriptive(self) -> str:
-        """What its results describe, if it makes no causal claim; else empty."""
+        """Sentence that says what the results describe, if the workflow makes no causal claim; else ""."""
         ...
 
     @property
@@ -52,19 +52,19 @@ class Reported(Protocol):
 
     @property
     def caution(self) -> str:
-        """Warning shown with results of a model whose layout was trusted without a check; else empty."""
+        """Warning if the tensor layout of the model was trusted without a check; else ""."""
         ...
 
     @property
     def trained_with_help(self) -> str:
-        """Note shown with results of a model whose training loss included its internals; else empty."""
+        """Note if the training loss of the model included terms about its internals; else ""."""
         ...
 
     @property
     def shown(self) -> tuple[View, ...]:
-        """The views, in reading order."""
+        """The views of the workflow's results, in reading order."""
         ...
 
     def draw(self, folder: Path) -> list[Path]:
-        """Write the figures as PNG files into a folder; returns their paths."""
+        """Write the workflow's figures as PNG files into a folder; returns the paths of the files."""
         ...

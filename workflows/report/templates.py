@@ -1,6 +1,6 @@
-"""Templates, styles and scripts of pages, from assets/.
+"""Templates, styles and scripts of HTML pages, read from the folder assets/.
 
-Border: text of files; knows no workflow and no page.
+Border: returns the text of files; depends on no workflow and no page.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SCRIPTS = (
 
 @cache
 def environment() -> Any:
-    """Jinja environment with autoescape, which loads templates from assets/."""
+    """The jinja environment that renders pages; it escapes all text and loads templates from assets/."""
     import jinja2
 
     jinja = jinja2.Environment(
@@ -51,16 +51,16 @@ def environment() -> Any:
 
 
 def asset(name: str) -> str:
-    """Text of a file in assets/."""
+    """Content of a file in assets/, given by its name."""
     return files(__package__).joinpath("assets", name).read_text("utf-8")
 
 
 def script() -> str:
-    """The script that draws the views of a page."""
+    """The JavaScript that draws the views of a page: all SCRIPTS, joined."""
     # In a function, so that no name is global. "use strict", the first line of core.js, holds for all of it.
     return "(() => {\n" + "\n".join(map(asset, SCRIPTS)) + "})();\n"
 
 
 def hashed(text: str) -> str:
-    """Hash of an inline style or script, in the form of a content security policy."""
+    """Hash of an inline style or script, in the form "'sha256-…'" that a content security policy takes."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -17,53 +17,55 @@ __all__ = ["Attention"]
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(View):
-    """Causal attention patterns of one prompt, with a grid of heads to select from."""
+    """Causal attention patterns of one prompt; a page shows one head, selected from a grid of all heads."""
 
     kind: ClassVar[str] = "attention"
     is_drawn: ClassVar[bool] = True
     tokens: tuple[str, ...]
-    """Texts of the prompt's tokens [position]."""
+    """Text of each token of the prompt [position]."""
     layers: tuple[int, ...]
-    """Layer numbers."""
+    """Numbers of the layers along the axis `layer`."""
     pattern: Array
-    """Attention weights, float [layer, head, query_position, key_position], or already [layer, head, pair].
+    """Attention weights, float [layer, head, query_position, key_position] when passed in.
 
-    Stored as [layer, head, pair]: the lower triangle in row order, as weights above the diagonal are zero.
+    Stored as [layer, head, pair], where a pair is a query and a key at or before it: the lower triangle in
+    row order, since the weights above the diagonal of causal attention are zero.
     """
     overview: Array
-    """One number per head, float [layer, head], which colours the grid of heads."""
+    """Number that colours each head in the grid of heads, float [layer, head]."""
     overview_name: str
-    """Name of the overview's number."""
+    """Name of the quantity in `overview`."""
     overview_unit: str = ""
-    """Unit of the overview's number."""
+    """Unit of the quantity in `overview`; "" for none."""
     layer: int = 0
-    """Layer number shown first."""
+    """Number of the layer that a page shows first."""
     head: int | None = None
-    """Head shown first; None for the mean over heads."""
+    """Head that a page shows first; None for the mean over the heads of the layer."""
     query: int = 0
-    """Query position shown first."""
+    """Query position that a page shows first."""
 
     def __post_init__(self) -> None:
         length, heads = len(self.tokens), self.pattern.shape[1]
-        rows, columns = np.tril_indices(length)
-        # `replace` calls this again with a pattern that is already a triangle.
+        query_positions, key_positions = np.tril_indices(length)
+        # `replace` calls this again with a pattern that is already [layer, head, pair].
         if self.pattern.ndim == 4:
             labels.expect("pattern", self.pattern, (len(self.layers), heads, length, length))
-            object.__setattr__(self, "pattern", self.pattern[..., rows, columns])
-        labels.expect("pattern", self.pattern, (len(self.layers), heads, len(rows)))
+            object.__setattr__(self, "pattern", self.pattern[..., query_positions, key_positions])
+        labels.expect("pattern", self.pattern, (len(self.layers), heads, len(query_positions)))
         labels.expect("overview", self.overview, (len(self.layers), heads))
 
     def within(self, room: int) -> View:
-        """The attention patterns of the leading layers that fit into `room` bytes; the caption names them."""
-        fixed = size(replace(self, pattern=self.pattern[:0], overview=self.overview[:0], layers=()))
-        # Pattern and overview grow with the number of layers, all other fields are `fixed`.
-        n_layers = min(len(self.layers), (room - fixed) * len(self.layers) // max(1, size(self) - fixed))
+        """A view of as many of the first layers as fit into `room` bytes; the caption names them."""
+        # Pattern and overview grow with the number of layers; the bytes of all other fields are fixed.
+        n_fixed_bytes = size(replace(self, pattern=self.pattern[:0], overview=self.overview[:0], layers=()))
+        bytes_of_all_layers = max(1, size(self) - n_fixed_bytes)
+        n_layers = min(len(self.layers), (room - n_fixed_bytes) * len(self.layers) // bytes_of_all_layers)
         if n_layers == len(self.layers):
             return self
         if n_layers < 1:
             return super().within(room)
         layers = self.layers[:n_layers]
-        omission = f"Layers {layers[0]} to {layers[-1]} are on this page, which is limited."
+        omission = f"The size limit of this page leaves room for layers {layers[0]} to {layers[-1]} only."
         return replace(
             self,
             layers=layers,

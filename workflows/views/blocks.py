@@ -18,19 +18,21 @@ from ...store.arrays import Array
 __all__ = ["block", "compact", "listed", "plain", "size"]
 
 MANY = 1 << 20
-"""Number of values above which floats are stored as float16: three digits are enough for display."""
-_HALF = 65504.0
+"""Arrays with more floats than this are embedded as float16, whose three digits are enough for display."""
+_LARGEST_FLOAT16 = 65504.0
 """The largest finite float16."""
 # Narrowest first. ARRAYS of core.js has no other integer dtypes: neither uint32 nor 64 bits.
-_INTEGERS = (np.uint8, np.int8, np.uint16, np.int16, np.int32)
+_INTEGER_DTYPES = (np.uint8, np.int8, np.uint16, np.int16, np.int32)
 
 
 def compact(values: Array) -> Array:
     """The array in the smallest dtype that JavaScript can read without visible loss, little-endian.
 
-    Floats become float32; more than `MANY` of them become float16 unless one exceeds its range. Integers
-    become the narrowest integer dtype that holds all of them, booleans uint8. OverflowError for integers that
-    need more than 32 bits.
+    Floats become float32; if there are more than `MANY`, float16, unless a value exceeds its range. Integers
+    become the narrowest integer dtype that holds all of them, booleans uint8.
+
+    Raises:
+        OverflowError: An integer needs more than 32 bits.
 
     >>> [compact(np.array(values)).dtype.str for values in ([0, 255], [-1, 300], [0.1])]
     ['|u1', '<i2', '<f4']
@@ -40,20 +42,26 @@ def compact(values: Array) -> Array:
         return array.astype(np.uint8)
     if array.dtype.kind in "iu":
         low, high = (int(array.min()), int(array.max())) if array.size else (0, 0)
-        for kind in _INTEGERS:
-            if np.iinfo(kind).min <= low and high <= np.iinfo(kind).max:
-                return array.astype(np.dtype(kind).newbyteorder("<"))
+        for dtype in _INTEGER_DTYPES:
+            if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
+                return array.astype(np.dtype(dtype).newbyteorder("<"))
         # JavaScript numbers are doubles; its 64-bit arrays hold BigInt, which the scripts do not handle.
-        raise OverflowError(f"expected integers of at most 32 bits, found {low} to {high}")
+        raise OverflowError(
+            f"a page can embed integers of at most 32 bits, found values from {low} to {high}; convert them "
+            "to float"
+        )
     array = array.astype("<f4")
     if array.size <= MANY:
         return array
-    finite = array[np.isfinite(array)]
-    return array.astype("<f2") if not finite.size or np.abs(finite).max() <= _HALF else array
+    largest = np.abs(array[np.isfinite(array)]).max(initial=0.0)
+    return array.astype("<f2") if largest <= _LARGEST_FLOAT16 else array
 
 
 def block(values: Array) -> dict[str, Any]:
-    """An array as a JSON object: `dtype` in numpy's notation, `shape`, `data` as base64 in C order."""
+    """An array as a JSON object, which `decode` of core.js reads: dtype in numpy's notation, shape, data.
+
+    The entry `data` holds the bytes of the values, in C order, as base64.
+    """
     array = np.ascontiguousarray(compact(values))
     data = base64.b64encode(array.tobytes()).decode("ascii")
     return {"dtype": array.dtype.str, "shape": list(array.shape), "data": data}
@@ -67,7 +75,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return block(value)
     if dataclasses.is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in _on_page(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in _embedded_fields(value)}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     if isinstance(value, np.generic):
@@ -77,16 +85,16 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _on_page(value: Any) -> list[dataclasses.Field[Any]]:
-    """Fields that a page embeds: all but those declared with metadata {"page": False}."""
+def _embedded_fields(value: Any) -> list[dataclasses.Field[Any]]:
+    """Fields of a dataclass that a page embeds: all but those declared with metadata {"page": False}."""
     return [field for field in dataclasses.fields(value) if field.metadata.get("page", True)]
 
 
 def listed(value: Any) -> Any:
     """Convert a value of `View.json` for a JSON document: arrays to lists, numpy scalars to Python numbers.
 
-    NaN and infinity become None. A function is called for its value: values that only the document needs are
-    not computed for a terminal.
+    NaN and infinity become None. A function is called, and its return value is converted: values that only
+    the JSON document needs are thus not computed for terminal output.
     """
     value = value() if callable(value) else value
     # An xarray object, recognised without importing xarray.
@@ -101,7 +109,7 @@ def listed(value: Any) -> Any:
 
 
 def size(value: Any) -> int:
-    """Estimated number of bytes of a value on a page, without markup."""
+    """Estimated number of bytes that a value takes on a page, without markup."""
     # Base64 writes three bytes as four characters.
     if isinstance(value, np.ndarray):
         return 4 * compact(value).nbytes // 3
@@ -110,7 +118,8 @@ def size(value: Any) -> int:
     if isinstance(value, str):
         return len(value.encode()) + 4
     if dataclasses.is_dataclass(value):
-        return sum(size(getattr(value, field.name)) for field in _on_page(value))
+        return sum(size(getattr(value, field.name)) for field in _embedded_fields(value))
     if isinstance(value, (list, tuple)):
         return sum(map(size, value))
+    # A number, bool or None as text.
     return 8

@@ -1,4 +1,5 @@
-"""View of cones in 2 or 3 dimensions: the regions of directions on which a piecewise function is constant."""
+"""View of cones in 2 or 3 dimensions: sets of input directions on which a piecewise-linear network is
+linear."""
 
 from __future__ import annotations
 
@@ -17,37 +18,41 @@ __all__ = ["Cones"]
 ARC = 24
 """Number of points with which the arc between two rays is drawn."""
 RIM = 1e-9
-"""Distance to a plane below which a point counts as lying in it."""
+"""A point counts as lying in a plane if its distance to the plane is below this; for rounding errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cones(View):
-    """Cones with apex at the origin, coloured by class, optionally marked.
+    """Cones with apex at the origin, coloured by class; some may be marked.
 
-    In 2 dimensions a cone is a sector of a disc. In 3 dimensions two discs show the half spaces on both sides
-    of the plane x + y + z = 0, seen along the diagonal, which is their centre. Areas on the discs are
-    proportional to solid angles (Lambert's azimuthal equal-area projection).
+    In 2 dimensions a cone is drawn as a sector of a disc. In 3 dimensions two discs show the half spaces on
+    both sides of the plane x + y + z = 0: the centre of one is the diagonal direction (1, 1, 1), that of the
+    other its opposite. Areas on the discs are proportional to solid angles (Lambert's azimuthal equal-area
+    projection).
     """
 
     kind: ClassVar[str] = "cones"
     on_page: ClassVar[bool] = False
     rays: Array
-    """Unit vectors along the edges of each cone, in order around it, float [cone, ray, axis]; axis is 2 or 3
-    long, and unused rays are NaN."""
+    """Unit vectors along the edges of each cone, in order around it, float [cone, ray, axis], with 2 or 3
+    axes; cones with fewer edges are padded with NaN rays."""
     classes: Array
     """Class of each cone, int [cone]: index into `names`."""
     marked: Array
-    """Whether a cone is marked, bool [cone]; marked cones are orange."""
+    """Whether each cone is marked, bool [cone]; marked cones are drawn in orange."""
     names: tuple[str, ...]
-    """Names of the classes."""
+    """Names of the classes, for the legend."""
     mark_name: str
-    """Meaning of a mark."""
+    """What a marked cone means, for the legend."""
     axes_names: tuple[str, ...] = field(default=())
-    """Names of the axes, drawn as dots at both of their ends; empty for none."""
+    """Names of the coordinate axes; a dot shows each axis in both directions. Empty for no dots."""
 
     def __post_init__(self) -> None:
         if self.rays.ndim != 3 or self.rays.shape[2] not in (2, 3):
-            raise ShapeError(f"expected rays [cone, ray, 2 or 3 axes], found shape {list(self.rays.shape)}")
+            raise ShapeError(
+                "expected rays of shape [cone, ray, axis] with 2 or 3 axes, "
+                f"found shape {list(self.rays.shape)}"
+            )
 
     @property
     def is_flat(self) -> bool:
@@ -55,19 +60,18 @@ class Cones(View):
         return bool(self.rays.shape[2] == 2)
 
     def inches(self) -> tuple[float, float]:
-        """Size of one disc or two, and the legend; see `View.inches`."""
+        """(width, height) in inches: one disc for 2 axes, two for 3, and the legend beside them."""
         return (5.4, 4.0) if self.is_flat else (9.6, 4.2)
 
     def draw(self, axes: Any) -> None:
-        """Draw the cones in the colours of their classes, marked ones in orange, and the axes as dots."""
+        """Draw the cones in the colours of their classes, marked cones in orange, and the axes as dots."""
         from matplotlib.patches import Patch
 
         shades = paper.shades(len(self.names), in_order=False)
-        for rays, class_index, is_marked in zip(
-            self.rays, self.classes.tolist(), self.marked.tolist(), strict=True
-        ):
-            edges = rays[np.isfinite(rays[:, 0])]
-            for outline in _sector(edges) if self.is_flat else _disc_outlines(edges):
+        cones = zip(self.rays, self.classes.tolist(), self.marked.tolist(), strict=True)
+        for padded_rays, class_index, is_marked in cones:
+            rays = padded_rays[np.isfinite(padded_rays[:, 0])]
+            for outline in _sector_outlines(rays) if self.is_flat else _disc_outlines(rays):
                 axes.fill(
                     *outline.T,
                     facecolor=paper.ACCENT if is_marked else shades[class_index],
@@ -76,25 +80,30 @@ class Cones(View):
                     edgecolor=paper.ACCENT if is_marked else "white",
                     linewidth=0.7,
                 )
-        for axis, name in enumerate(self.axes_names):
+        for axis, axis_name in enumerate(self.axes_names):
             for sign in (1, -1):
-                point = np.eye(self.rays.shape[2])[axis] * sign
-                xy = point if self.is_flat else _disc_point(point)
-                label = f"{name} {'>' if sign > 0 else '<'} 0"
+                direction = np.eye(self.rays.shape[2])[axis] * sign
+                xy = direction if self.is_flat else _disc_point(direction)
+                label = f"{axis_name} {'>' if sign > 0 else '<'} 0"
                 axes.plot(*xy, "o", color=paper.INK, ms=2.5)
                 axes.annotate(label, xy, xytext=(4, 4), textcoords="offset points", fontsize=7)
         axes.set_aspect("equal")
         axes.set_axis_off()
         legend = [
-            Patch(facecolor=shade, alpha=0.38, label=n) for shade, n in zip(shades, self.names, strict=True)
+            Patch(facecolor=shade, alpha=0.38, label=name)
+            for shade, name in zip(shades, self.names, strict=True)
         ]
         if self.marked.any():
             legend.append(Patch(facecolor=paper.ACCENT, label=self.mark_name))
         axes.legend(handles=legend, frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.1, 0.5))
 
 
-def _sector(rays: Array) -> list[Array]:
-    """Outline of a two-dimensional cone: its apex and an arc, as a list of one array [point, 2]."""
+def _sector_outlines(rays: Array) -> list[Array]:
+    """Outline of a two-dimensional cone, as a list of one array [point, 2]: its apex, then an arc.
+
+    Arguments:
+        rays: Unit vectors along its two edges, float [2, 2].
+    """
     return [np.vstack([np.zeros(2), _arc(*rays)])]
 
 
@@ -112,16 +121,26 @@ def _arc(a: Array, b: Array) -> Array:
 
 FRAME = np.array([[1.0, 1.0, 1.0], [-1.0, -1.0, 2.0], [1.0, -1.0, 0.0]])
 FRAME /= np.linalg.norm(FRAME, axis=1, keepdims=True)
-"""Orthonormal rows: the viewing direction (the diagonal), the directions drawn upward and to the right."""
+"""Orthonormal rows: the viewing direction (the diagonal), the direction drawn upward, that drawn to the
+right."""
 
 
 def _disc_outlines(rays: Array) -> list[Array]:
-    """Outlines [point, 2] of a three-dimensional cone on the discs of the two half spaces it reaches into."""
+    """Outlines of a three-dimensional cone on the drawing: one on the disc of each half space it reaches
+    into.
+
+    Arguments:
+        rays: Unit vectors along the edges of the cone, in order around it, float [ray, 3].
+
+    Returns:
+        One or two arrays of coordinates, float [point, 2].
+    """
     # Each arc without its last point, which is the first of the next arc.
-    edge = np.vstack([_arc(a, b)[:-1] for a, b in zip(rays, np.roll(rays, -1, axis=0), strict=True)])
+    boundary = np.vstack([_arc(a, b)[:-1] for a, b in zip(rays, np.roll(rays, -1, axis=0), strict=True)])
     outlines = []
     for sign in (1, -1):
-        part = _clipped(edge, sign * FRAME[0])
+        part = _clipped(boundary, sign * FRAME[0])
+        # Fewer than three points enclose no area: the cone only touches this half space.
         if len(part) > 2:
             outlines.append(_projected(part, sign))
     return outlines
@@ -137,23 +156,25 @@ def _clipped(outline: Array, normal: Array) -> Array:
     Returns:
         Points [point, 3] of the clipped curve, closed along the great circle in the plane.
     """
-    side = outline @ normal
-    parts: list[Array] = []
+    distance = outline @ normal
+    kept: list[Array] = []
     for i, point in enumerate(outline):
-        # -1 for the first point, as the outline is closed.
+        # -1, the last point, for the first one: the outline is closed.
         before = i - 1
-        # The edge crosses the plane: the crossing point is interpolated and put back onto the sphere.
-        if side[before] * side[i] < 0:
-            between = abs(side[i]) * outline[before] + abs(side[before]) * point
-            parts.append(between[None] / np.linalg.norm(between))
-        if side[i] >= 0:
-            parts.append(point[None])
-    points = np.vstack(parts) if parts else np.empty((0, 3))
-    on_rim = np.abs(points @ normal) < RIM
-    following = np.roll(points, -1, axis=0)
-    both_on_rim = on_rim & np.roll(on_rim, -1)
+        # The curve crosses the plane here: the crossing point is interpolated and put back onto the sphere.
+        if distance[before] * distance[i] < 0:
+            crossing = abs(distance[i]) * outline[before] + abs(distance[before]) * point
+            kept.append(crossing[None] / np.linalg.norm(crossing))
+        if distance[i] >= 0:
+            kept.append(point[None])
+    points = np.vstack(kept) if kept else np.empty((0, 3))
+    # Two successive points in the plane: the arc between them on the great circle closes the clipped curve.
+    in_plane = np.abs(points @ normal) < RIM
+    is_gap = in_plane & np.roll(in_plane, -1)
+    successors = np.roll(points, -1, axis=0)
     pieces = [
-        _arc(a, b) if is_rim else a[None] for a, b, is_rim in zip(points, following, both_on_rim, strict=True)
+        _arc(a, b) if is_closed_by_arc else a[None]
+        for a, b, is_closed_by_arc in zip(points, successors, is_gap, strict=True)
     ]
     return np.vstack(pieces) if pieces else points
 
@@ -169,14 +190,15 @@ def _projected(points: Array, sign: int) -> Array:
         Coordinates on the drawing, float [point, 2].
     """
     depth, y, x = (points @ FRAME.T).T
-    # The usual factor sqrt(2 / (1 + depth)) over sqrt(2): both discs have radius 1.
+    # Lambert's factor sqrt(2 / (1 + depth)), divided by sqrt(2) so that both discs have radius 1.
     scale = np.sqrt(1.0 / (1.0 + np.clip(sign * depth, 0.0, 1.0)))
-    # Each half is seen from outside, which swaps left and right of the other one. Discs of radius 1 whose
-    # centres are 2.3 apart.
+    # Each half is seen from outside, so that left and right are swapped on the second disc. The centres of
+    # the discs are 2.3 apart.
     return np.column_stack([sign * x * scale - 1.15 * sign, y * scale])
 
 
 def _disc_point(point: Array) -> Array:
-    """Coordinates (x, y) of a direction on the disc of its half space."""
+    """Coordinates (x, y) on the drawing of a direction, float [3], on the disc of the half space it points
+    to."""
     (xy,) = _projected(point[None], 1 if point @ FRAME[0] >= 0 else -1)
     return np.asarray(xy)

@@ -20,45 +20,45 @@ __all__ = ["Bars", "Curve", "Line", "Lines"]
 BOX = (1.0, 1.0, 0.8)
 """Relative side lengths of the box around a three-dimensional curve."""
 BESIDE, AT_ENDS = 6, 10
-"""Number of curves above which the legend is beside the axes, and above which names are at curve ends."""
+"""Above BESIDE curves the legend is beside the axes; above AT_ENDS curves their names are at their ends."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve, or a series of bars."""
+    """A curve of `Lines`, or a series of bars of `Bars`."""
 
     name: str
     """Name in the legend."""
     values: Array
-    """One value per point of x, float [x]; NaN for a gap."""
+    """Value at each point of the x axis, float [x]; NaN for a gap."""
     control: bool = False
     """Whether this is a control: dashed and grey."""
     strong: bool = False
     """Whether the curve is emphasised: thick, and in front of the others."""
     faint: bool = False
-    """Whether the curve is one of many: thin, named at its end."""
+    """Whether the curve is drawn thin and named at its end instead of in the legend, as one of many."""
     band: Array | None = None
-    """Lower and upper end of an interval around the curve, float [2, x]; None for none."""
+    """Lower and upper end of an interval around each value, float [2, x]; None for no intervals."""
     level: float | None = None
     """Reference value for this curve, drawn as a dashed horizontal line; None for none."""
     dots: Array | None = field(default=None, metadata={"page": False})
-    """Individual values that the curve summarises, float [x, sample]; figures only."""
+    """Individual values that the curve summarises, float [x, sample]; drawn in figures only."""
     family: str = ""
-    """Group of the curve; curves of one group have tints of one colour."""
+    """Name of the group that the curve belongs to, "" for none; a group has tints of one colour."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lines(View):
     """Curves over a common x axis.
 
-    On a logarithmic y axis a value of 0 or below is a gap in its curve; a line below the axes says how many
-    such values there are. On a logarithmic x axis labels and values of 0 or below raise ShapeError.
+    On a logarithmic y axis a value of 0 or below leaves a gap in its curve; a note in the plot says how many
+    such values there are. A logarithmic x axis needs numbers above 0; others raise ShapeError.
     """
 
     kind: ClassVar[str] = "lines"
     is_drawn: ClassVar[bool] = True
     x: tuple[float, ...] | tuple[str, ...]
-    """Points of the x axis: numbers in increasing order, or labels."""
+    """Points of the x axis: numbers in increasing order, or text labels."""
     lines: tuple[Line, ...]
     """The curves."""
     x_name: str
@@ -66,13 +66,15 @@ class Lines(View):
     y_name: str
     """Label of the y axis."""
     unit: str = ""
-    """Unit of the y axis."""
+    """Unit of the y axis; "" for none."""
     low: float | None = None
-    """The y axis starts at this value or below; None for no such bound."""
+    """Value that the y axis includes at its lower end, even if all curves lie above; None for no such
+    value."""
     high: float | None = None
-    """The y axis ends at this value or above; None for no such bound."""
+    """Value that the y axis includes at its upper end, even if all curves lie below; None for no such
+    value."""
     at: float | None = None
-    """Point of x marked by a vertical line; None for none."""
+    """Value of x that is marked by a vertical line; None for no mark."""
     log: bool = False
     """Whether the y axis is logarithmic."""
     log_x: bool = False
@@ -80,9 +82,9 @@ class Lines(View):
     filled: bool = field(default=False, metadata={"page": False})
     """Whether figures fill the area below each curve."""
     apart: bool = field(default=False, metadata={"page": False})
-    """Whether figures stack the curves vertically, each over a separate baseline, on a common scale."""
+    """Whether figures draw each curve over a baseline of its own, one below the other, on a common scale."""
     floor: float | None = field(default=None, metadata={"page": False})
-    """Lower limit of the y axis of figures, even if a curve falls below it; None for none."""
+    """Lower end of the y axis of figures, even if curves fall below it and are cut; None for no such end."""
 
     def __post_init__(self) -> None:
         for line in self.lines:
@@ -90,13 +92,13 @@ class Lines(View):
         invalid = [x for x in self.x if isinstance(x, str) or not x > 0] if self.log_x else []
         if invalid:
             raise ShapeError(
-                f"expected numbers above 0 along a logarithmic {self.x_name!r}, found {invalid[0]!r}; leave "
-                "out log_x"
+                f"expected numbers above 0 on the logarithmic x axis {self.x_name!r}, found {invalid[0]!r}; "
+                "pass log_x=False for a linear axis"
             )
 
     @property
     def unplaced(self) -> int:
-        """Number of values of 0 or below on a logarithmic y axis, the levels included."""
+        """Number of values and levels of 0 or below, which a logarithmic y axis cannot show; else 0."""
         levels = [line.level for line in self.lines if line.level is not None]
         values = np.concatenate([*(np.ravel(line.values) for line in self.lines), levels])
         return int((values <= 0).sum()) if self.log else 0
@@ -112,16 +114,18 @@ class Lines(View):
         strong: Any = None,
         **view_fields: Any,
     ) -> Lines:
-        """Build curves from a labelled array [curve, x], with x sorted if it is numbers.
+        """Build curves from a labelled array [curve, x]; numbers along x are sorted.
 
         Arguments:
-            array: One curve per label of the first dim. A text label is the curve's name, a number follows
-                the name of the dim ("layer 3"). Axis labels and unit are the array's.
+            array: Values, one curve per label of the first dim. A text label is the curve's name; a number is
+                put after the name of the dim ("layer 3"). Labels and unit of the axes are read from the dims,
+                `long_name` and `units`.
             title: Title of the view.
             caption: Caption of the view.
             control: Label of the control curve; "" for none.
-            strong: Label of the emphasised curve; all others except the control are then faint.
-            view_fields: Other fields; they override those of the array.
+            strong: Label of the emphasised curve, which makes all others except the control faint; None for
+                none.
+            view_fields: Other fields of the view; they override those derived from the array.
         """
         curve_dim, x_dim = map(str, array.dims)
         x = array[x_dim].values.tolist()
@@ -150,11 +154,13 @@ class Lines(View):
         return cls(title=title, caption=caption, **{**array_fields, **view_fields})
 
     def inches(self) -> tuple[float, float]:
-        """A standard size; wider for many text labels on x or a legend beside it. See `View.inches`."""
-        wide = 0.34 * len(self.x) if self.x and isinstance(self.x[0], str) else 0.0
-        names = [len(line.name) for line in self.lines if not line.faint]
-        beside = 0.6 + 0.065 * max(names) if BESIDE < len(names) <= AT_ENDS else 0.0
-        return min(14.0, max(5.2, 1.6 + wide) + beside), 3.5 if wide else 3.2
+        """(width, height) in inches; wider for many text labels on x or a legend beside the axes."""
+        width_of_labels = 0.34 * len(self.x) if self.x and isinstance(self.x[0], str) else 0.0
+        name_lengths = [len(line.name) for line in self.lines if not line.faint]
+        has_legend_beside = BESIDE < len(name_lengths) <= AT_ENDS
+        width_of_legend = 0.6 + 0.065 * max(name_lengths) if has_legend_beside else 0.0
+        width = max(5.2, 1.6 + width_of_labels) + width_of_legend
+        return min(14.0, width), 3.5 if width_of_labels else 3.2
 
     def draw(self, axes: Any) -> None:
         """Draw the curves with a legend; more than AT_ENDS curves have their names at their ends instead."""
@@ -167,8 +173,8 @@ class Lines(View):
         colours = {id(line): shade for line, shade in zip(coloured, self._shades(coloured), strict=True)}
         scale = max((np.nanmax(np.abs(line.values), initial=0.0) for line in self.lines), default=1.0) or 1.0
         for row, line in enumerate(self.lines):
-            # Scaled to -1..1: curves over baselines 2.2 apart do not overlap.
-            values = line.values / scale - 2.2 * row if self.apart else self._placed(line.values)
+            # Scaled to -1..1, so that curves over baselines that are 2.2 apart do not overlap.
+            values = line.values / scale - 2.2 * row if self.apart else self._drawable(line.values)
             look: dict[str, Any] = {"color": colours.get(id(line), paper.ACCENT), "lw": 1.9, "zorder": 2}
             if line.control:
                 style = "--" if id(line) == controls[0] else ":"  # further controls are dotted
@@ -204,36 +210,42 @@ class Lines(View):
             paper.baselines(axes, [line.name for line in self.lines])
         elif len(named) > AT_ENDS:
             # In the colour of text: a pale curve's colour would be hard to read.
-            ends = [(_end(self._placed(line.values)), line.name, paper.SOFT) for line in named]
+            ends = [(_last_finite(self._drawable(line.values)), line.name, paper.SOFT) for line in named]
             paper.name_ends(axes, float(x[-1]), ends)
         else:
             faint = [line for line in self.lines if line.faint and line.name]
-            ends = [(_end(self._placed(line.values)), line.name, paper.FAINT) for line in faint]
+            ends = [(_last_finite(self._drawable(line.values)), line.name, paper.FAINT) for line in faint]
             paper.name_ends(axes, float(x[-1]), ends)
         if 1 < len(named) <= AT_ENDS and not self.apart:
             beside: Any = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
             axes.legend(frameon=False, fontsize=8, **(beside if len(named) > BESIDE else {"loc": "best"}))
 
-    def _placed(self, values: Array) -> Array:
-        """Values with NaN in place of values that a logarithmic y axis cannot show."""
+    def _drawable(self, values: Array) -> Array:
+        """Values with NaN in place of those that a logarithmic y axis cannot show; others unchanged."""
         return np.where(values > 0, values, np.nan) if self.log else values
 
     @property
     def _smallest_positive(self) -> float:
         """The smallest positive value of all curves and bands; infinity if there is none."""
         arrays = [array for line in self.lines for array in (line.values, line.band) if array is not None]
-        # Curves and bands have different shapes, so that they are joined as flat arrays.
+        # Flat, as curves are [x] and bands [2, x].
         values = np.concatenate(list(map(np.ravel, arrays)))
         return float(np.min(values[values > 0], initial=np.inf))
 
     def _shades(self, lines: list[Line]) -> list[Any]:
-        """Colours of curves that are neither controls nor emphasised; one hue per family if they have any."""
+        """Colour of each curve: tints of one hue within a family, else one hue per curve.
+
+        Arguments:
+            lines: The curves that are neither controls nor emphasised.
+        """
+        # A curve without a family is a family of its own.
         families = [line.family or line.name for line in lines]
         n_families = len(set(families))
         if n_families < len(families) and n_families <= len(paper.SHADES):
             hues = dict(zip(dict.fromkeys(families), paper.shades(n_families, in_order=False), strict=True))
-            tints = {name: iter(paper.tints(shade, families.count(name))) for name, shade in hues.items()}
-            return [next(tints[name]) for name in families]
+            tints = {family: iter(paper.tints(hue, families.count(family))) for family, hue in hues.items()}
+            return [next(tints[family]) for family in families]
+        # Too many curves for distinct hues: light to dark, in their order.
         return paper.shades(len(lines), in_order=len(lines) > len(paper.SHADES) or self.filled)
 
     def _scales(self, axes: Any, x: Array, has_labels: bool) -> None:
@@ -263,14 +275,11 @@ class Lines(View):
         if self.log or self.apart:
             return
         bottom, top = axes.get_ylim()
-        room = 0.03 * (
-            (top if self.high is None else self.high) - (self.low if self.low is not None else bottom)
-        )
-        low = bottom if self.low is None else min(bottom, self.low - room)
-        axes.set_ylim(
-            low if self.low is None or bottom < self.low - room else self.low - room,
-            top if self.high is None else max(top, self.high + room),
-        )
+        # A curve that runs along `low` or `high` is not cut by the border of the axes.
+        extent = (top if self.high is None else self.high) - (bottom if self.low is None else self.low)
+        margin = 0.03 * extent
+        low = bottom if self.low is None else min(bottom, self.low - margin)
+        axes.set_ylim(low, top if self.high is None else max(top, self.high + margin))
         if self.floor is not None:
             axes.set_ylim(bottom=max(self.floor, axes.get_ylim()[0]))
         if low < 0 < axes.get_ylim()[1]:
@@ -279,44 +288,44 @@ class Lines(View):
 
 @dataclass(frozen=True, kw_only=True)
 class Bars(View):
-    """A bar chart over labels, with one or several series; a NaN value has no bar and takes no space."""
+    """A bar chart over text labels, with one or several series; a NaN value has no bar and takes no space."""
 
     kind: ClassVar[str] = "bars"
     on_page: ClassVar[bool] = False
     x: tuple[str, ...]
-    """Labels of the bars."""
+    """Label of each group of bars, which has one bar per series."""
     lines: tuple[Line, ...]
-    """The series."""
+    """The series; `values` are the heights of its bars."""
     x_name: str
     """Label of the category axis."""
     y_name: str
     """Label of the value axis."""
     unit: str = ""
-    """Unit of the values."""
+    """Unit of the value axis; "" for none."""
     stacked: bool = False
-    """Whether the series are stacked instead of side by side."""
+    """Whether the bars of a label are stacked instead of side by side."""
     across: bool = False
     """Whether bars are horizontal, with the first label at the bottom."""
     signed: bool = False
-    """Whether bars are coloured by their sign, in the colours of a diverging heatmap."""
+    """Whether bars are orange above and blue below zero, as in a diverging heatmap, instead of by series."""
     low: float | None = None
     """Start of the value axis; None for automatic."""
     high: float | None = None
     """End of the value axis; None for automatic."""
     levels: tuple[tuple[float, str], ...] = ()
-    """(value, name) of horizontal reference lines."""
+    """(value, name) of each horizontal reference line."""
     log: bool = False
     """Whether the value axis is logarithmic; then `low` is required."""
 
     @classmethod
     def of(cls, array: xr.DataArray, title: str = "", caption: str = "", **view_fields: Any) -> Bars:
-        """Build bars from a labelled array; see `Lines.of`.
+        """Build bars from a labelled array [series, x]; labels and unit are read from it as by `Lines.of`.
 
         Arguments:
-            array: The values, [series, x].
-            title: Title of the panel.
-            caption: Caption of the panel.
-            view_fields: Other fields of the view.
+            array: Heights of the bars, one series per label of the first dim.
+            title: Title of the view.
+            caption: Caption of the view.
+            view_fields: Other fields of the view; they override those derived from the array.
         """
         lines = Lines.of(array)
         shared = {name: getattr(lines, name) for name in ("lines", "x_name", "y_name", "unit")}
@@ -327,7 +336,7 @@ class Bars(View):
             labels.expect(f"values of {line.name!r}", line.values, (len(self.x),))
 
     def inches(self) -> tuple[float, float]:
-        """Size by the number of labels; see `View.inches`."""
+        """(width, height) in inches; the side along the category axis grows with the number of labels."""
         if self.across:
             return 4.8, min(14.0, 0.9 + 0.24 * len(self.x))
         return min(14.0, max(4.6, 1.6 + 0.34 * len(self.x))), 3.2
@@ -383,25 +392,26 @@ class Bars(View):
 
 
 def best_view(points: Array) -> tuple[int, int]:
-    """Elevation and azimuth, in degrees, of the view that shows most of the variance of points.
+    """(elevation, azimuth), in degrees, of the line of sight that shows most of the variance of points.
 
-    Searched in steps of 5 degrees among the views that show three sides of the box.
+    Searched in steps of 5 degrees among the lines of sight that show three sides of the box.
 
     Arguments:
         points: Float [point, 3]; each axis is scaled to the side of BOX, as matplotlib draws it.
     """
     spans = np.ptp(points, axis=0)
     scaled = points / np.where(spans > 0, spans, 1.0) * np.array(BOX)
-    # Variance along the line of sight, which the view hides.
-    hidden: dict[tuple[int, int], float] = {}
+    # Variance along the line of sight, which a drawing in the plane cannot show.
+    hidden_variance: dict[tuple[int, int], float] = {}
     for elevation in range(15, 61, 5):
         for azimuth in range(-180, 180, 5):
+            # Nearer to a multiple of 90 degrees, one side of the box would be seen edge-on.
             if 15 <= azimuth % 90 <= 75:
                 theta, phi = np.radians(elevation), np.radians(azimuth)
                 sight = np.array([np.cos(theta) * np.cos(phi), np.cos(theta) * np.sin(phi), np.sin(theta)])
-                # Rounded: symmetric points tie several views, and rounding errors must not choose among them.
-                hidden[elevation, azimuth] = round(float((scaled @ sight).var()), 12)
-    return min(hidden, key=lambda view: hidden[view])
+                # Rounded, so that rounding errors do not choose among equally good views of symmetric points.
+                hidden_variance[elevation, azimuth] = round(float((scaled @ sight).var()), 12)
+    return min(hidden_variance, key=lambda angles: hidden_variance[angles])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,11 +422,11 @@ class Curve(View):
     on_page: ClassVar[bool] = False
     projection: ClassVar[str | None] = "3d"
     points: Array
-    """Coordinates, float [point, 3]."""
+    """Coordinates of the points, in order along the curve, float [point, 3]."""
     values: Array
     """Number that colours each point, float [point]."""
     value_name: str
-    """Label of the colour bar."""
+    """Name of this number; label of the colour bar."""
     names: tuple[str, str, str]
     """Labels of the three axes."""
 
@@ -424,7 +434,7 @@ class Curve(View):
         labels.expect("points", self.points, (len(self.values), 3))
 
     def inches(self) -> tuple[float, float]:
-        """A square with a colour bar; see `View.inches`."""
+        """(width, height) in inches: a square box and a colour bar."""
         return 5.2, 4.2
 
     def draw(self, axes: Any) -> None:
@@ -450,7 +460,7 @@ class Curve(View):
         colour_bar.outline.set_visible(False)
 
 
-def _end(values: Array) -> float:
-    """The last finite value; NaN if there is none."""
+def _last_finite(values: Array) -> float:
+    """The last finite one of the values; NaN if none is finite."""
     finite = values[np.isfinite(values)]
     return float(finite[-1]) if finite.size else float("nan")

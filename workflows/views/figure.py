@@ -15,14 +15,15 @@ __all__ = ["Figure", "together"]
 def together(
     name: str, title: str, *panels: View, caption: str = "", beside: Iterable[View] = (), columns: int = 0
 ) -> tuple[View, ...]:
-    """Views, followed by the figure that shows them side by side.
+    """Combine views into a figure that shows them side by side, and return both.
 
     Arguments:
         name: Name of the figure's file, without suffix.
         title: Title of the figure.
-        panels: The views.
+        panels: The views, in order.
         caption: Caption of the figure.
-        beside: Further panels that the result lists elsewhere, such as the claims; not returned.
+        beside: Views that the figure shows after `panels`, but that are not returned, because the workflow
+            already lists them elsewhere.
         columns: Largest number of panels per row; 0 for as many as fit.
 
     Returns:
@@ -34,10 +35,9 @@ def together(
 
 @dataclass(frozen=True, kw_only=True)
 class Figure(View):
-    """A PNG whose panels are views, arranged in rows.
+    """A PNG file whose panels are views, arranged in rows below the figure's title and caption.
 
-    The caption of the figure is below its title. A single panel takes title and caption of the figure in
-    place of its own.
+    If there is only one panel, it is drawn with the title and caption of the figure instead of its own.
     """
 
     kind: ClassVar[str] = "figure"
@@ -50,20 +50,27 @@ class Figure(View):
     """Largest number of panels per row; 0 for as many as fit."""
 
     def compose(self, footer: str) -> Any:
-        """The matplotlib figure, with a footer in its lower right corner; MissingExtra without matplotlib."""
+        """Draw the panels as a matplotlib figure.
+
+        Arguments:
+            footer: Text in the lower right corner.
+
+        Raises:
+            MissingExtra: matplotlib is not installed.
+        """
         panels = [view.panel() for view in self.panels]
         if len(panels) == 1:
             titled = replace(panels[0], title=self.title, caption=self.caption)
-            # Again, as `panel` may append to the caption, which was replaced.
+            # `panel` is called again: it may append a legend to the caption, which was just replaced.
             return paper.compose([titled.panel()], foot=footer)
         return paper.compose(
             panels, title=self.title, subtitle=self.caption, foot=footer, columns=self.columns
         )
 
     def body(self) -> str:
-        """HTML image of all panels; see `View.body`."""
+        """HTML image of all panels, for a notebook."""
         panels = [view.panel() for view in self.panels]
-        # The notebook shows title and caption of the figure around the image: not drawn twice.
+        # The notebook shows title and caption of the figure around the image; a panel must not repeat them.
         if len(panels) == 1:
             panels = [replace(panels[0], title="", caption="")]
         data = paper.encoded(paper.png(panels))

@@ -1,4 +1,4 @@
-"""View of the claims of a result; a figure draws each effect with the draws of its null distribution."""
+"""View of the claims of a workflow: measured effects, each compared with its null distribution."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Findings"]
 
-# The legend of report/assets/parts.html in short.
+# The legend of report/assets/parts.html, shortened.
 STROKES = (
-    "Dot: the effect; its line: 95 % interval over prompts; grey: random causes of equal size; thin line: "
-    "zero."
+    "Blue dot: measured effect; blue line: its 95 % confidence interval. Grey ticks: the null distribution, "
+    "one tick per random control. Thin line: zero."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Findings(View):
-    """The claims of a result, most important first; the entry `findings` of the JSON document."""
+    """The claims of a workflow: sentences about a cause, its effect, the null distribution and the
+    p-value."""
 
     kind: ClassVar[str] = "findings"
     findings: tuple[Claim, ...]
@@ -33,25 +34,31 @@ class Findings(View):
 
     @classmethod
     def none(cls, reason: str, sources: tuple[str, ...] = ()) -> Findings:
-        """A view without claims.
+        """A view of a workflow that could claim nothing, with the reason as its caption.
 
         Arguments:
-            reason: A sentence that says why; `not_claimed` in the JSON document.
-            sources: Results that the reason is read from.
+            reason: Sentence that says why nothing is claimed; entry `not_claimed` of the JSON document.
+            sources: Names of the workflow's results from which the reason follows.
         """
         document = {"findings": [], "not_claimed": reason}
         return cls(findings=(), title="What was found", caption=reason, json=document, sources=sources)
 
     @classmethod
     def of(cls, *findings: Claim, title: str = "What was found", **view_fields: Any) -> Findings:
-        """A view of these claims, with their entries for the JSON document."""
+        """A view of claims, most important first; they are the entry `findings` of the JSON document.
+
+        Arguments:
+            findings: The claims.
+            title: Title of the view.
+            view_fields: Other fields of the view.
+        """
         document: dict[str, Any] = {"findings": [claim.to_json() for claim in findings]}
         if caption := view_fields.get("caption"):
             document["findings_caption"] = caption
         return cls(findings=findings, title=title, json=document, **view_fields)
 
     def rich(self) -> RichTable:
-        """A terminal table with one paragraph per claim; claims not beyond chance are dimmed."""
+        """A terminal table with the sentence of one claim per row, dimmed if its effect is within chance."""
         table = paper.rich_table(self.title, self.caption, show_header=False)
         for claim in self.findings:
             text = paper.literal(claim.sentence)
@@ -59,26 +66,27 @@ class Findings(View):
         return table
 
     def body(self) -> str:
-        """HTML list with one item per claim; see `View.body`."""
+        """HTML list with the sentence of one claim per item, for a notebook."""
         return f"<ul>{''.join(f'<li>{escape(claim.sentence)}</li>' for claim in self.findings)}</ul>"
 
     def inches(self) -> tuple[float, float]:
-        """Size of one row per claim; see `View.inches`."""
+        """(width, height) of the drawing in inches: one row per claim."""
         return 9.0, 0.6 + 0.55 * len(self.findings)
 
     def panel(self) -> Findings:
-        """View with the drawing's legend appended to its caption, like on a page."""
+        """The view to draw in a figure: its caption ends with the legend of the drawing."""
         return replace(self, caption=f"{self.caption} {STROKES}".strip())
 
     def draw(self, axes: Any) -> None:
-        """Draw each effect with the draws of its null distribution; each row has its own scale, 0 to 100."""
+        """Draw a row per claim: the effect, its interval and the null distribution, on a scale of its own."""
         for row, claim in enumerate(self.findings):
-            strip = claim.strip
-            axes.plot([strip["zero"]] * 2, [row - 0.15, row + 0.15], color=paper.SOFT, linewidth=0.8)
-            axes.plot(strip["draws"], [row] * len(strip["draws"]), "|", color=paper.CONTROL, markersize=12)
-            if strip["spread"] is not None:
-                axes.plot(strip["spread"], [row, row], color=paper.BLUE, linewidth=1.5)
-            axes.plot([strip["effect"]], [row], "o", color=paper.BLUE, markersize=7)
+            # x coordinates of the drawing, scaled to 0..100.
+            x_of = claim.strip
+            axes.plot([x_of["zero"]] * 2, [row - 0.15, row + 0.15], color=paper.SOFT, linewidth=0.8)
+            axes.plot(x_of["draws"], [row] * len(x_of["draws"]), "|", color=paper.CONTROL, markersize=12)
+            if x_of["spread"] is not None:
+                axes.plot(x_of["spread"], [row, row], color=paper.BLUE, linewidth=1.5)
+            axes.plot([x_of["effect"]], [row], "o", color=paper.BLUE, markersize=7)
             axes.text(0, row - 0.2, "\n".join(wrap(claim.short, 140)), fontsize=8, va="bottom")
         axes.set_xlim(0, 100)
         # Downward, so that the first claim is on top.

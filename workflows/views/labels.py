@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
 
 def along(array: xr.DataArray, dim: str) -> tuple[str, ...]:
-    """Coordinate labels along a dim, as text; floats in short form (`%g`).
+    """Coordinate labels of an array along a dim, as text; floats in short form (`%g`).
 
     Arguments:
         array: The array.
-        dim: Its dimension.
+        dim: Name of the dim.
     """
-    return tuple(f"{v:g}" if isinstance(v, float) else str(v) for v in array[dim].values.tolist())
+    coordinates = array[dim].values.tolist()
+    return tuple(f"{label:g}" if isinstance(label, float) else str(label) for label in coordinates)
 
 
 def word(dim: str) -> str:
@@ -27,18 +28,18 @@ def word(dim: str) -> str:
 
 
 def name(array: xr.DataArray) -> str:
-    """Name of the quantity: the attribute `long_name`, else the array's name, else "value"."""
+    """Name of the quantity that an array holds: its attribute `long_name`, else its name, else "value"."""
     return str(array.attrs.get("long_name", "value" if array.name is None else array.name))
 
 
 def unit(array: xr.DataArray) -> str:
-    """Unit of the values, from the attribute `units`; "" if missing or "1"."""
+    """Unit of an array's values, from its attribute `units`; "" if that is missing or "1" (dimensionless)."""
     unit = str(array.attrs.get("units", ""))
     return "" if unit == "1" else unit
 
 
 def expect(label: str, values: Array, shape: tuple[int, ...]) -> None:
-    """Raise ShapeError unless an array has the expected shape.
+    """Raise ShapeError unless an array has the shape that the labels of a view require.
 
     Arguments:
         label: Name of the array in the message.
@@ -46,4 +47,6 @@ def expect(label: str, values: Array, shape: tuple[int, ...]) -> None:
         shape: The expected shape.
     """
     if values.shape != shape:
-        raise ShapeError(f"expected {label} of shape {shape}, as its labels say, found {values.shape}")
+        raise ShapeError(
+            f"expected {label} of shape {shape}, one entry per label of the view; found shape {values.shape}"
+        )

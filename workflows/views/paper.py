@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from rich.table import Table as RichTable
 
-DRAWING = 11
-"""Version of the drawings: increased when their appearance changes, so that existing files are redrawn."""
+DRAWING = 12
+"""Version of the appearance of figures: increased when it changes, so that existing files are drawn anew."""
 
 INK, SOFT, FAINT, ACCENT, CONTROL = "#1f2430", "#5b6270", "#8a90a0", "#c2410c", "#9aa1b1"
 BLUE, RULE = "#1d5b7f", "#d5d8df"
@@ -38,7 +38,7 @@ RAMPS = {
     "diverging": ["#134e6e", "#7db0ca", "#f5f5f3", "#eba47a", "#a63a0c"],
 }
 BELOW, ABOVE = RAMPS["diverging"][0], RAMPS["diverging"][-1]
-"""Colours of numbers below and above zero, in bars as in heatmaps."""
+"""Colours of numbers below and above zero: the ends of the diverging ramp, which heatmaps use."""
 STYLE: Any = {
     "font.size": 9,
     # Comes with matplotlib, so that figures do not depend on the fonts of a machine.
@@ -59,19 +59,19 @@ STYLE: Any = {
     "text.parse_math": False,
 }
 LEAST = 12
-"""Width, in characters, that each text column of a terminal table keeps while numbers are unwrapped."""
+"""Smallest width, in characters, of a text column of a terminal table in which numbers are not wrapped."""
 WIDEST = 17.0
-"""Largest width of a row of panels in inches; further panels go into the next row."""
+"""Largest width, in inches, of a row of panels in a figure; further panels go into the next row."""
 MARKS = 6
 """Largest number of ticks on a logarithmic axis."""
 NAME_STEP = 0.045
-"""Height of a curve's name, as a share of the height of the axes."""
+"""Vertical space for a name written at the end of a curve, as a share of the height of the axes."""
 LOG = ", log scale"
-"""Appended to the label of a logarithmic axis."""
+"""Text appended to the label of a logarithmic axis."""
 
 
 class Panel(Protocol):
-    """The attributes of a view that a figure uses; documented in `View`."""
+    """The attributes of a view that a figure reads to draw it as a panel; documented in `View`."""
 
     projection: ClassVar[str | None]
 
@@ -92,13 +92,13 @@ class Panel(Protocol):
 def compose(
     panels: Sequence[Panel], *, title: str = "", subtitle: str = "", foot: str = "", columns: int = 0
 ) -> Figure:
-    """Draw panels in rows, each in the size of its `inches`.
+    """Draw panels in rows, each in the size of its `inches`, as one matplotlib figure.
 
     Arguments:
         panels: Views to draw.
         title: Title of the figure; "" for none.
         subtitle: One line below the title, cut to the figure's width; "" for none.
-        foot: Text in the lower right corner.
+        foot: Text in the lower right corner; "" for none.
         columns: Largest number of panels per row; 0 for as many as fit into WIDEST inches.
     """
     with style():
@@ -137,18 +137,18 @@ def compose(
 
 
 def png(panels: Sequence[Panel], *, dpi: int = 100) -> bytes:
-    """Panels drawn as a PNG, as bytes, for a notebook or a page.
+    """Draw panels and return the bytes of a PNG file, for a notebook or a page.
 
     Arguments:
-        panels: The panels.
+        panels: Views to draw.
         dpi: Pixels per inch.
     """
-    file = io.BytesIO()
+    buffer = io.BytesIO()
     with warnings.catch_warnings():
-        # Fonts lack glyphs of many scripts in vocabularies: a missing one is drawn as a box.
+        # The font lacks glyphs of many scripts in vocabularies: a missing one is drawn as a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        compose(panels).savefig(file, dpi=dpi, format="png")
-    return file.getvalue()
+        compose(panels).savefig(buffer, dpi=dpi, format="png")
+    return buffer.getvalue()
 
 
 def encoded(data: bytes) -> str:
@@ -157,7 +157,7 @@ def encoded(data: bytes) -> str:
 
 
 def save(figure: Figure, path: Path, *, recipe: str, footer: str) -> Path:
-    """Write a figure as a PNG, and create its folder.
+    """Write a figure as a PNG file; its folder is created if needed.
 
     The file is written under a temporary name and then renamed, so that an interruption leaves no partial
     file.
@@ -165,8 +165,9 @@ def save(figure: Figure, path: Path, *, recipe: str, footer: str) -> Path:
     Arguments:
         figure: The figure.
         path: File to write.
-        recipe: Digest of the views and settings of the drawing, stored in the metadata of the PNG.
-        footer: Keys of the results that are shown, stored in the metadata.
+        recipe: Digest of what the figure shows, stored in the PNG's metadata; it tells whether an existing
+            file is up to date.
+        footer: Keys of the stored results that the figure shows, stored in the metadata.
 
     Returns:
         `path`.
@@ -175,7 +176,7 @@ def save(figure: Figure, path: Path, *, recipe: str, footer: str) -> Path:
     # In the same folder, as a rename is atomic only within a file system.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with style(), warnings.catch_warnings():
-        # Fonts lack glyphs of many scripts in vocabularies: a missing one is drawn as a box.
+        # The font lacks glyphs of many scripts in vocabularies: a missing one is drawn as a box.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         metadata = {"Software": "mizarr", "Description": footer, "Comment": f"recipe {recipe}"}
         figure.savefig(temporary, dpi=160, format="png", metadata=metadata)
@@ -187,12 +188,14 @@ def save(figure: Figure, path: Path, *, recipe: str, footer: str) -> Path:
 
 
 def style() -> Any:
-    """Context manager with the rcParams of all drawings; MissingExtra without matplotlib."""
+    """Context manager that sets matplotlib's rcParams to STYLE; MissingExtra if matplotlib is not
+    installed."""
     try:
         import matplotlib as mpl
     except ImportError as error:
         raise MissingExtra(
-            "figures need matplotlib, which is not installed; pip install 'mizarr[plots]' (tables need none)"
+            "drawing a figure needs matplotlib, which is not installed; run pip install 'mizarr[plots]' "
+            "(tables work without it)"
         ) from error
     return mpl.rc_context(STYLE)
 
@@ -218,30 +221,34 @@ def ramp(name: str) -> Any:
 
 
 def wrapped(panel: Panel, width: float) -> tuple[list[str], list[str]]:
-    """(lines of the title, lines of the caption) of a panel, wrapped to a width.
+    """Wrap title and caption of a panel to a width.
 
     Arguments:
         panel: The panel.
         width: Width in inches.
+
+    Returns:
+        (lines of the title, lines of the caption).
     """
-    # Characters per inch at the font sizes of `entitle`.
+    # 10.5 and 14 characters per inch at the font sizes of `entitle`.
     title = textwrap.wrap(panel.title, max(20, int(10.5 * width)))
     return title, textwrap.wrap(panel.caption, max(20, int(14 * width)))
 
 
 def points(heading: tuple[list[str], list[str]]) -> float:
-    """Height, in points, of the lines of a title and a caption."""
-    return 12 * len(heading[0]) + 11 * len(heading[1])
+    """Height, in points, of a heading: (lines of the title, lines of the caption)."""
+    title_lines, caption_lines = heading
+    return 12 * len(title_lines) + 11 * len(caption_lines)
 
 
 def entitle(axes: Any, title: list[str], caption: list[str], lift: float) -> None:
-    """Write title and caption above axes.
+    """Write a title and, below it, a caption above axes.
 
     Arguments:
         axes: Matplotlib axes.
         title: Lines of the title.
-        caption: Lines of the caption, which is below the title.
-        lift: Additional distance from the axes in points, so that all titles of a row start at one height.
+        caption: Lines of the caption.
+        lift: Additional distance from the axes, in points, so that all titles of a row start at one height.
     """
     from matplotlib.transforms import offset_copy
 
@@ -250,8 +257,8 @@ def entitle(axes: Any, title: list[str], caption: list[str], lift: float) -> Non
     # `text` of 3D axes takes three data coordinates.
     write = axes.text2D if hasattr(axes, "text2D") else axes.text
     text = write(0, 1, "\n".join(caption), transform=transform, fontsize=8, color=SOFT, va="bottom")
-    # Left out of the layout: the pad of the title already reserves the caption's height, and a caption may be
-    # wider than its axes, as a title may.
+    # Constrained layout ignores the caption: the pad of the title already reserves its height, and a caption
+    # may be wider than its axes, as a title may.
     text.set_in_layout(not title)
     axes.set_title("\n".join(title), pad=8 + 11 * len(caption) + lift)
 
@@ -261,7 +268,7 @@ def footer(figure: Any, text: str) -> None:
 
     Arguments:
         figure: The figure.
-        text: The text.
+        text: The text; wrapped to the width of the figure.
     """
     text = "\n".join(textwrap.wrap(text, int(20 * figure.get_figwidth())))
     # Constrained layout reserves space for supxlabel, not for Figure.text.
@@ -269,16 +276,17 @@ def footer(figure: Any, text: str) -> None:
 
 
 def frame(column: float, row: float, last_column: float, last_row: float) -> Any:
-    """A rectangle around the cells between two corner cells.
+    """A matplotlib rectangle that frames a block of heatmap cells, given by two opposite corner cells.
 
     Arguments:
-        column: First column.
-        row: First row.
-        last_column: Last column, inclusive.
-        last_row: Last row, inclusive.
+        column: Column of one corner cell.
+        row: Row of this cell.
+        last_column: Column of the opposite corner cell.
+        last_row: Row of the opposite corner cell.
     """
     from matplotlib.patches import Rectangle
 
+    # A cell extends 0.5 to each side of its centre; slightly less keeps neighbouring frames apart.
     corner = (min(column, last_column) - 0.47, min(row, last_row) - 0.45)
     sides = abs(last_column - column) + 0.94, abs(last_row - row) + 0.9
     return Rectangle(corner, *sides, fill=False, ec=ACCENT, lw=1.6)
@@ -294,23 +302,23 @@ def name_axes(
         x_name: Label of the x axis.
         y_name: Label of the y axis.
         unit: Unit of the y axis; "" for none.
-        log: Whether the y axis is logarithmic, which the label then says.
-        log_x: Whether the x axis is logarithmic.
+        log: Whether the y axis is logarithmic; its label then ends with LOG.
+        log_x: Whether the x axis is logarithmic; its label then ends with LOG.
     """
     y_label = (f"{y_name}, {unit}" if unit else y_name) + LOG * log
     axes.set(xlabel=x_name + LOG * log_x, ylabel=even(y_label, 44))
 
 
 def integers(axis: Any) -> None:
-    """Place ticks at integers only."""
+    """Place the ticks of a matplotlib axis at integers only."""
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
 
 
 def logarithmic(axis: Any) -> None:
-    """Make an axis logarithmic, with the ticks of `log_ticks` and labels of `mark`."""
-    # Own labels: matplotlib's are formulas such as $10^3$, and STYLE switches formulas off.
+    """Make a matplotlib axis logarithmic, with ticks from `log_ticks` and tick labels from `mark`."""
+    # Labels of our own: matplotlib's are formulas such as $10^3$, and STYLE switches formulas off.
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     class Marks(LogLocator):
@@ -343,19 +351,19 @@ def log_ticks(low: float, high: float, count: int) -> list[float]:
     >>> log_ticks(0.31, 0.38, 4)
     [0.32, 0.34, 0.36, 0.38]
     """
-    dense = _of_decades(low, high, (1, 2, 5), 1)
+    dense = _decade_ticks(low, high, (1, 2, 5), 1)
     if len(dense) < 3:
-        return _in_equal_steps(low, high, count)
+        return _equal_ticks(low, high, count)
     if len(dense) <= count:
         return dense
     stride = 1
-    while len(ticks := _of_decades(low, high, (1,), stride)) > count:
+    while len(ticks := _decade_ticks(low, high, (1,), stride)) > count:
         stride += 1
     return ticks
 
 
 def mark(value: float) -> str:
-    """Label of a tick: commas between thousands; powers of ten below 0.001 and from a million on.
+    """Label of a tick at a value: commas between thousands; powers of ten below 0.001 and from a million on.
 
     >>> mark(0.02), mark(1.0), mark(131072.0), mark(5e-07), mark(1e6), mark(1.5e8)
     ('0.02', '1', '131,072', '5e-7', '1e6', '1.5e8')
@@ -368,39 +376,40 @@ def mark(value: float) -> str:
     return f"{value + 0.0:,.0f}" if value == round(value) else f"{value:.12g}"
 
 
-def _of_decades(low: float, high: float, steps: Sequence[int], stride: int) -> list[float]:
-    """`steps` times the powers of ten whose exponent is a multiple of `stride`, within low..high."""
+def _decade_ticks(low: float, high: float, factors: Sequence[int], stride: int) -> list[float]:
+    """`factors` times the powers of ten whose exponent is a multiple of `stride`, within low..high."""
     lowest, highest = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    powers = [power for power in range(lowest, highest + 1) if power % stride == 0]
+    exponents = [exponent for exponent in range(lowest, highest + 1) if exponent % stride == 0]
     # Parsed from text: 10.0 ** -3 * 2 would not be exactly 0.002.
-    ticks = [float(f"{step}e{power}") for power in powers for step in steps]
+    ticks = [float(f"{factor}e{exponent}") for exponent in exponents for factor in factors]
+    # The tolerance keeps a tick that differs from an end of the axis by a rounding error only.
     return [tick for tick in ticks if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
 
 
-def _in_equal_steps(low: float, high: float, count: int) -> list[float]:
+def _equal_ticks(low: float, high: float, count: int) -> list[float]:
     """Multiples of a round step (1, 2 or 5 times a power of ten) within low..high, about `count` of them."""
     smallest_step = (high - low) / count
     power = 10.0 ** math.floor(math.log10(smallest_step))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= smallest_step * 0.999)
-    # Rounding errors of the division must not drop a tick at either end.
+    # 1e-9: rounding errors of the division must not drop a tick at either end.
     start, stop = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [float(f"{n * step:.12g}") for n in range(start, stop + 1)]
 
 
 def bare(axes: Any) -> None:
-    """Remove tick marks and outline of axes, for a heatmap."""
+    """Remove tick marks and outline of axes, as a heatmap needs neither."""
     axes.tick_params(length=0)
     for side in axes.spines.values():
         side.set_visible(False)
 
 
 def bar(axes: Any, image: Any, label: str) -> None:
-    """Add a colour bar with a label to the axes of an image.
+    """Add a colour bar to the axes of an image.
 
     Arguments:
-        axes: Axes with the image.
-        image: The image.
-        label: The label.
+        axes: Axes that show the image.
+        image: Result of `axes.imshow`, which has the colour scale.
+        label: Label of the colour bar; wrapped to 32 characters per line.
     """
     colour_bar = axes.figure.colorbar(image, ax=axes, fraction=0.045, pad=0.02)
     colour_bar.set_label(even(label, 32))
@@ -408,7 +417,7 @@ def bar(axes: Any, image: Any, label: str) -> None:
 
 
 def shades(count: int, *, in_order: bool) -> list[Any]:
-    """Colours of `count` curves or bars: blue for a single one, else SHADES.
+    """Colours of several curves or bars: blue for a single one, else SHADES, repeated if needed.
 
     Arguments:
         count: Number of colours.
@@ -423,11 +432,11 @@ def shades(count: int, *, in_order: bool) -> list[Any]:
 
 
 def tints(colour: str, count: int) -> list[Any]:
-    """Tints of a colour: the colour itself, then lighter ones.
+    """A colour and lighter tints of it, from dark to light.
 
     Arguments:
-        colour: The colour.
-        count: Number of tints.
+        colour: The colour, such as "#7e22ce".
+        count: Number of colours returned, the first of which is the colour itself.
     """
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -437,7 +446,7 @@ def tints(colour: str, count: int) -> list[Any]:
 
 
 def baselines(axes: Any, names: Sequence[str]) -> None:
-    """Draw a baseline for each curve, 2.2 below the previous one, with the curve's name as tick label.
+    """Draw a horizontal baseline for each curve, 2.2 below the previous one, with the name as tick label.
 
     Arguments:
         axes: Axes of the curves.
@@ -453,8 +462,8 @@ def baselines(axes: Any, names: Sequence[str]) -> None:
 def name_ends(axes: Any, x: float, ends: Sequence[tuple[float, str, Any]]) -> None:
     """Write names at the right end of curves, moved apart vertically so that they do not overlap.
 
-    If there is not enough space for all names, only evenly selected curves are named, among them the highest
-    and the lowest.
+    If there is no space for all names, as many curves as fit are named, evenly chosen in their vertical
+    order, among them the highest and the lowest.
 
     Arguments:
         axes: Matplotlib axes.
@@ -465,50 +474,50 @@ def name_ends(axes: Any, x: float, ends: Sequence[tuple[float, str, Any]]) -> No
     scale = axes.yaxis.get_transform()
     low, high = (float(end) for end in scale.transform(axes.get_ylim()))
     step = NAME_STEP * (high - low)
-    # Only NaN differs from itself.
-    finite = sorted((end for end in ends if end[0] == end[0]), key=lambda end: -end[0])
-    if len(finite) > (most := int(1 / NAME_STEP)):
-        finite = [finite[round(i * (len(finite) - 1) / (most - 1))] for i in range(most)]
-    heights = [float(scale.transform(y)) for y, _, _ in finite]
+    # From top to bottom. Only NaN differs from itself.
+    named = sorted((end for end in ends if end[0] == end[0]), key=lambda end: -end[0])
+    if len(named) > (most := int(1 / NAME_STEP)):
+        named = [named[round(i * (len(named) - 1) / (most - 1))] for i in range(most)]
+    heights = [float(scale.transform(y)) for y, _, _ in named]
     for i in range(1, len(heights)):
         heights[i] = min(heights[i], heights[i - 1] - step)
-    # Names that this moved below the axes are moved up again, with those above them.
+    # Names that were moved below the axes are moved up again, with the names above them.
     for i in reversed(range(len(heights))):
         lowest = low if i == len(heights) - 1 else heights[i + 1] + step
         heights[i] = max(heights[i], lowest)
-    for height, (_, text, colour) in zip(heights, finite, strict=True):
+    for height, (_, text, colour) in zip(heights, named, strict=True):
         xy = x, scale.inverted().transform(height)
         axes.annotate(f" {text}", xy, fontsize=7, va="center", annotation_clip=False, color=colour)
 
 
 def ticks(axis: Any, labels: Sequence[str], room: int = 0) -> None:
-    """Set tick labels at 0, 1, 2, ...; of more than 40 numbers only multiples of a round step.
+    """Set tick labels at 0, 1, 2, ...; if they are more than 40 numbers, only at multiples of a round step.
 
     Arguments:
         axis: Matplotlib axis. Long labels of an x axis are rotated if they do not fit.
-        labels: Labels, shortened to 14 characters on an x axis, 38 on a y axis.
-        room: Number of characters that fit side by side along the axis.
+        labels: Labels, which are cut to 14 characters on an x axis, 38 on a y axis.
+        room: Number of characters that fit side by side along an x axis.
     """
-    words = [fit(label, 14 if axis.axis_name == "x" else 38) for label in labels]
-    places = list(range(len(words)))
-    if len(words) > 40 and all(word.isdigit() for word in words):
-        step = next(step for step in (5, 10, 20, 50, 100, 200, 500, 1000) if len(words) <= 10 * step)
-        places = [place for place in places if int(words[place]) % step == 0]
-    longest = max(map(len, words), default=0)
-    is_rotated = axis.axis_name == "x" and longest > 3 and len(words) * (longest + 2) > room
+    texts = [fit(label, 14 if axis.axis_name == "x" else 38) for label in labels]
+    indices = list(range(len(texts)))
+    if len(texts) > 40 and all(text.isdigit() for text in texts):
+        step = next(step for step in (5, 10, 20, 50, 100, 200, 500, 1000) if len(texts) <= 10 * step)
+        indices = [i for i in indices if int(texts[i]) % step == 0]
+    longest = max(map(len, texts), default=0)
+    is_rotated = axis.axis_name == "x" and longest > 3 and len(texts) * (longest + 2) > room
     rotation = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if is_rotated else {}
-    axis.set_ticks(places, [words[place] for place in places], **rotation)
+    axis.set_ticks(indices, [texts[i] for i in indices], **rotation)
 
 
 def even(text: str, width: int) -> str:
-    """Wrap a text into the fewest lines, of nearly equal length.
+    """Wrap a text into as few lines as possible, of nearly equal length.
 
     Arguments:
         text: The text.
         width: Largest number of characters of a line.
     """
     lines = textwrap.wrap(text, width, break_on_hyphens=False)
-    # The smallest width that needs no further line gives the most even lines.
+    # The smallest width that still needs as few lines gives the most even ones.
     while width > 1:
         width -= 1
         narrower = textwrap.wrap(text, width, break_on_hyphens=False)
@@ -519,7 +528,7 @@ def even(text: str, width: int) -> str:
 
 
 def fit(text: str, width: int) -> str:
-    """A text shortened to a width; "…" marks the cut.
+    """Cut a text to a width; "…" marks the cut.
 
     Arguments:
         text: The text.
@@ -532,11 +541,11 @@ def fit(text: str, width: int) -> str:
 
 
 def rich_table(title: str, caption: str, **options: Any) -> RichTable:
-    """An empty terminal table in the common style.
+    """An empty terminal table in the style of all views: without lines between the cells.
 
     Arguments:
-        title: Title of the table.
-        caption: Caption of the table.
+        title: Title above the table.
+        caption: Caption below the table.
         options: Further arguments of `rich.table.Table`.
     """
     from rich.table import Table
@@ -545,13 +554,15 @@ def rich_table(title: str, caption: str, **options: Any) -> RichTable:
 
 
 def fitted(table: RichTable, width: int) -> RichTable:
-    """The table, fitted to a terminal.
-
-    If text columns of LEAST characters do not fit beside unwrapped numbers, numbers may be wrapped, too.
+    """Allow numbers to be wrapped if the terminal is too narrow for them beside text columns of LEAST
+    characters.
 
     Arguments:
-        table: The table.
+        table: The table; its columns are changed in place.
         width: Width of the terminal in characters.
+
+    Returns:
+        `table`.
     """
     if sum((column.min_width or LEAST) + 2 for column in table.columns) > width:
         for column in table.columns:

@@ -1,4 +1,4 @@
-"""Tables of styled text, shown alike in a terminal and on a page."""
+"""Tables of styled text, with the same content in a terminal and on a page."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 __all__ = ["Column", "Styled", "Table", "bold", "dash", "dim", "points"]
 
 PROSE = 24
-"""Longest cell, in characters, of a text column that is not wrapped."""
+"""A page wraps a text column if one of its cells has more characters than this."""
 
 
 @dataclass(frozen=True)
 class Styled:
-    """A run of text in one style."""
+    """A piece of text in one style; a table cell consists of one or more of them."""
 
     text: str
     """The text."""
     style: str = ""
     """Space-separated subset of "bold", "dim" and "italic"; "" for plain text."""
     link: str = field(default="", repr=False)
-    """Address that the text links to on a page; "" for no link."""
+    """URL that the text links to on a page; "" for no link."""
 
 
 def dim(text: str) -> Styled:
@@ -47,11 +47,11 @@ def points(share: float) -> str:
 
 
 def dash(value: Any, formatter: Any = str) -> str:
-    """A formatted value; a dash for None and NaN.
+    """Format a value; "–" for None and NaN.
 
     Arguments:
         value: Any value.
-        formatter: Format such as ".3f", or a function of the value.
+        formatter: Format specification such as ".3f", or a function from the value to its text.
     """
     if value is None or value != value:  # noqa: PLR0124 - NaN is the only value that differs from itself
         return "–"
@@ -72,13 +72,13 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Table(View):
-    """A table whose cells are sequences of styled runs of text."""
+    """A table; each cell consists of pieces of text that may differ in style."""
 
     kind: ClassVar[str] = "table"
     columns: tuple[Column, ...]
-    """Headers, in order."""
+    """Header and alignment of each column."""
     rows: tuple[tuple[tuple[Styled, ...], ...], ...]
-    """Cells [row][column], each a tuple of runs."""
+    """Cells [row][column]: the styled pieces of text in order, none for an empty cell."""
 
     @classmethod
     def of(
@@ -91,11 +91,12 @@ class Table(View):
         """Build a table with one row per record.
 
         Arguments:
-            records: Mappings or any other objects.
-            columns: (name, value) for text, (name, value, format) for numbers, which are aligned right.
-                `value` is a key of the record, or a function of it that returns text, a `Styled`, a tuple of
-                them, or None. `format` is a format such as ".3f", or a function of the value.
-            strong: Whether the row of a record is bold.
+            records: Objects of any type, one per row; mappings if `columns` name keys.
+            columns: (header, value) for text, (header, value, format) for numbers, which are aligned right.
+                `value` is a key of the record, or a function of the record that returns text, a `Styled`, a
+                tuple of these, or None for an empty cell. `format` is a format specification such as ".3f",
+                or a function from the value to its text.
+            strong: Function that returns whether the row of a record is bold.
             view_fields: Other fields of the view, such as `title`.
 
         >>> table = Table.of([{"layer": 1, "kl": 0.5}], ("layer", "layer", "d"), ("KL", "kl", ".2f"))
@@ -103,55 +104,72 @@ class Table(View):
         (Column(name='KL', right=True, wraps=False), (Styled(text='0.50', style=''),))
         """
         records = list(records)
-        cells = [
-            [_runs(_value(record, *column[1:]), "bold" if strong(record) else "") for record in records]
-            for column in columns
-        ]
-        widths = [max((sum(len(run.text) for run in cell) for cell in column), default=0) for column in cells]
-        headers = tuple(
-            Column(column[0], len(column) > 2, len(column) == 2 and width > PROSE)
-            for column, width in zip(columns, widths, strict=True)
-        )
-        return cls(columns=headers, rows=tuple(zip(*cells, strict=True)), **view_fields)
+        styles = ["bold" if strong(record) else "" for record in records]
+        headers, cells_by_column = [], []
+        for name, *value_and_format in columns:
+            values = [_formatted_value(record, *value_and_format) for record in records]
+            cells = [_styled_texts(value, style) for value, style in zip(values, styles, strict=True)]
+            is_number = len(value_and_format) == 2
+            headers.append(Column(name, right=is_number, wraps=not is_number and _widest(cells) > PROSE))
+            cells_by_column.append(cells)
+        return cls(columns=tuple(headers), rows=tuple(zip(*cells_by_column, strict=True)), **view_fields)
 
     def rich(self) -> RichTable:
         """The table for the terminal. In a narrow terminal text and headers are wrapped; nothing is cut."""
         table = paper.rich_table(self.title, self.caption)
         for i, column in enumerate(self.columns):
-            width = max((sum(len(run.text) for run in row[i]) for row in self.rows), default=0)
-            # A number broken into two lines could be misread: its column is never narrower than it. Text is
-            # folded, as rich would otherwise cut long words with an ellipsis.
-            layout: dict[str, Any] = {"justify": "right", "min_width": width} if column.right else {}
+            # A number broken into two lines could be misread: its column is as wide as its longest number.
+            min_width = _widest([row[i] for row in self.rows])
+            layout: dict[str, Any] = {"justify": "right", "min_width": min_width} if column.right else {}
+            # Folded: rich would otherwise cut long words with an ellipsis.
             table.add_column(paper.literal(column.name), overflow="fold", **layout)
         for row in self.rows:
-            table.add_row(*("".join(map(_markup, cell)) for cell in row))
+            table.add_row(*("".join(map(_rich_markup, cell)) for cell in row))
         return table
 
     def body(self) -> str:
-        """HTML table without the styles of the text; see `View.body`."""
+        """HTML table for a notebook, without the styles of the text."""
         return html.table(
             [column.name for column in self.columns],
-            (["".join(run.text for run in cell) for cell in row] for row in self.rows),
+            (["".join(piece.text for piece in cell) for cell in row] for row in self.rows),
             [i for i, column in enumerate(self.columns) if column.right],
         )
 
 
-def _value(record: Any, getter: Any, formatter: Any = None) -> Any:
-    """Formatted value of a record; arguments as in the columns of `Table.of`. None is not formatted."""
+def _formatted_value(record: Any, getter: Any, formatter: Any = None) -> Any:
+    """Value of a record in a column of `Table.of`, formatted unless it is None.
+
+    Arguments:
+        record: A mapping or any other object.
+        getter: Key of the record, or function of the record.
+        formatter: Format specification or function of the value; None to leave the value as it is.
+    """
     value = record[getter] if isinstance(getter, str) else getter(record)
     if value is None or formatter is None:
         return value
     return formatter(value) if callable(formatter) else format(value, formatter)
 
 
-def _runs(cell: Any, style: str) -> tuple[Styled, ...]:
-    """A cell as non-empty runs of text; `style` is added to the style of each."""
-    parts = cell if isinstance(cell, tuple) else () if cell is None else (cell,)
-    runs = (part if isinstance(part, Styled) else Styled(str(part)) for part in parts)
-    return tuple(Styled(run.text, f"{style} {run.style}".strip(), run.link) for run in runs if run.text)
+def _styled_texts(value: Any, style: str) -> tuple[Styled, ...]:
+    """Non-empty pieces of text of a table cell.
+
+    Arguments:
+        value: A `Styled`, any value that `str` converts, a tuple of these, or None for an empty cell.
+        style: Style that is added to the style of each piece.
+    """
+    parts = value if isinstance(value, tuple) else () if value is None else (value,)
+    pieces = (part if isinstance(part, Styled) else Styled(str(part)) for part in parts)
+    return tuple(
+        Styled(piece.text, f"{style} {piece.style}".strip(), piece.link) for piece in pieces if piece.text
+    )
 
 
-def _markup(run: Styled) -> str:
-    """A run in the markup of rich."""
-    text = paper.literal(run.text)
-    return f"[{run.style}]{text}[/]" if run.style else text
+def _widest(cells: list[tuple[Styled, ...]]) -> int:
+    """Number of characters of the longest of some cells; 0 without cells."""
+    return max((sum(len(piece.text) for piece in cell) for cell in cells), default=0)
+
+
+def _rich_markup(piece: Styled) -> str:
+    """A styled piece of text in the markup of rich, such as "[bold]0.5[/]"."""
+    text = paper.literal(piece.text)
+    return f"[{piece.style}]{text}[/]" if piece.style else text

@@ -28,11 +28,11 @@ class Text:
     """A sequence of tokens with one number per token."""
 
     tokens: tuple[str, ...]
-    """Texts of the tokens, in order."""
+    """Text of each token, in order."""
     values: Array
-    """Number of each token, float [token]; NaN for none."""
+    """Number that shades each token, float [token]; NaN for a token without shade."""
     label: str = ""
-    """Text shown before the tokens."""
+    """Heading above the tokens, such as the number of the prompt; "" for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +42,15 @@ class Tokens(View):
     kind: ClassVar[str] = "tokens"
     is_drawn: ClassVar[bool] = True
     texts: tuple[Text, ...]
-    """Texts that share a colour scale."""
+    """The texts, which share one colour scale."""
     value_name: str
-    """Name of the number."""
+    """Name of the quantity that shades the tokens."""
     unit: str = ""
-    """Unit of the number."""
+    """Unit of that quantity; "" for none."""
     low: float | None = None
-    """Lower end of the colour scale; None for the smallest value."""
+    """Value at the lower end of the colour scale; None for the smallest value of all texts."""
     high: float | None = None
-    """Upper end of the colour scale; None for the largest value."""
+    """Value at the upper end of the colour scale; None for the largest value of all texts."""
     diverging: bool = False
     """Whether the colour scale is symmetric around zero."""
 
@@ -61,14 +61,14 @@ class Tokens(View):
 
 @dataclass(frozen=True)
 class Measure:
-    """Quantity that shades the cells of a logit lens, such as the entropy."""
+    """Quantity by which a page can shade the cells of a logit lens, such as the entropy of the prediction."""
 
     name: str
     """Name of the quantity."""
     unit: str
     """Unit of the quantity."""
     values: Array
-    """Float [layer, position]."""
+    """The quantity in each cell of the lens, float [layer, position]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,21 +78,21 @@ class Lens(View):
     kind: ClassVar[str] = "lens"
     is_drawn: ClassVar[bool] = True
     tokens: tuple[str, ...]
-    """Texts of the prompt's tokens [position]."""
+    """Text of each token of the prompt [position]."""
     layers: tuple[int, ...]
-    """Layer numbers; layer i reads the residual stream after block i."""
+    """Layer numbers; the predictions of layer i are read from the residual stream after block i."""
     words: tuple[str, ...]
-    """Distinct texts of the predicted tokens; `top` holds indices into it."""
+    """Distinct texts of all predicted tokens; `top` holds indices into this tuple."""
     top: Array
-    """Most likely tokens, int [layer, position, rank]: index into `words`."""
+    """Most likely next tokens, int [layer, position, rank]: indices into `words`."""
     probabilities: Array
     """Probabilities of the tokens in `top`, float [layer, position, rank]."""
     target: tuple[str, ...]
-    """The token that actually comes next [position]; "" if unknown."""
+    """Text of the token that actually follows each position [position]; "" if unknown."""
     target_probability: Array
-    """Probability of the target, float [layer, position]."""
+    """Probability of the token that actually follows, float [layer, position]."""
     target_rank: Array
-    """Rank of the target, int [layer, position]: 1 = most likely, 0 = no target."""
+    """Rank of the token that actually follows, int [layer, position]: 1 = most likely, 0 = unknown token."""
     measures: tuple[Measure, ...] = ()
     """Further quantities by which a page can shade the cells."""
 
@@ -109,13 +109,15 @@ class Lens(View):
         """Build the view from the output of the stage `logit_lens` for one prompt.
 
         Arguments:
-            lens: Output of the stage, [layer, position, rank] and [layer, position], with `token_id`.
+            lens: Output of the stage: variables [layer, position, rank] and [layer, position], and
+                `token_id`, the token ids of the prompt [position].
             vocabulary: Text of each token id.
             title: Title of the view.
             caption: Caption of the view.
         """
         grid = lens.transpose("layer", "position", "rank", ...)
         word_ids, top = np.unique(grid["top_id"].values, return_inverse=True)
+        # -1 for a position whose next token is unknown.
         targets = grid["target_id"].values.tolist()
         return cls(
             title=title,
@@ -137,15 +139,16 @@ class Lens(View):
         )
 
     def inches(self) -> tuple[float, float]:
-        """Size of the heatmap of the most likely tokens; see `View.inches`."""
-        return self._cells().inches()
+        """(width, height) in inches of the heatmap that `draw` draws."""
+        return self._heatmap().inches()
 
     def draw(self, axes: Any) -> None:
         """Draw the most likely token of each layer and position, shaded by its probability."""
-        self._cells().draw(axes)
+        self._heatmap().draw(axes)
 
-    def _cells(self) -> Heatmap:
-        """Heatmap of the most likely tokens; a frame marks cells whose prediction is the target."""
+    def _heatmap(self) -> Heatmap:
+        """Heatmap of the most likely tokens; cells that predict the token that actually follows are
+        framed."""
         correct_cells = zip(*np.nonzero(self.target_rank == 1), strict=True)
         return Heatmap(
             values=self.probabilities[..., 0],

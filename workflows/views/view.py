@@ -47,7 +47,8 @@ class View:
     sources: tuple[str, ...] = ()
     """Names of the workflow's results that the view shows; empty for all results."""
     json: Mapping[str, Any] = field(default_factory=dict, compare=False, metadata={"page": False})
-    """Top-level entries of the JSON document: arrays, numbers, dicts, lists, or functions that return one."""
+    """Entries that the view adds to the workflow's JSON document, by key: arrays, numbers, dicts or lists, or
+    functions without arguments that return such a value."""
 
     def rich(self) -> RichTable | None:
         """The view as a table for the terminal; None for a view that text cannot show."""
@@ -55,30 +56,36 @@ class View:
 
     def inches(self) -> tuple[float, float]:
         """Width and height of the view as a panel of a figure, in inches, without title and caption."""
-        raise NotImplementedError(f"{type(self).__name__} has no panel")
+        raise NotImplementedError(f"views of class {type(self).__name__} cannot be drawn in a figure")
 
     @property
     def gutter(self) -> float:
-        """Width in inches of the row labels left of the axes; title and caption begin left of them."""
+        """Width, in inches, of the row labels left of the axes: title and caption start at their left
+        edge."""
         return 0.0
 
     def draw(self, axes: Any) -> None:
         """Draw the view into matplotlib axes, inside the context `paper.style()`."""
-        raise NotImplementedError(f"{type(self).__name__} has no panel")
+        raise NotImplementedError(f"views of class {type(self).__name__} cannot be drawn in a figure")
 
     def panel(self) -> View:
-        """The view to draw as a panel of a figure; subclasses adapt title, caption or content."""
+        """The view to draw as a panel of a figure: this view, or a copy with another title, caption or
+        content."""
         return self
 
     def within(self, room: int) -> View:
-        """This view, reduced to `room` bytes on an HTML page; a `Note` if no part of it fits."""
-        needed = size(self)
-        if needed <= room:
+        """This view, reduced until it takes at most `room` bytes on an HTML page.
+
+        Returns:
+            The view itself if it fits; else a smaller copy, or a `Note` that says that the view was left out.
+        """
+        n_bytes = size(self)
+        if n_bytes <= room:
             return self
         return Note(
             title=self.title,
-            text=f"Left out: it takes {_megabytes(needed)} and the page is limited. The numbers are in the "
-            "store; mizarr compute --json prints them.",
+            text=f"Left out of this page: the view takes {_megabytes(n_bytes)}, more than the size limit of "
+            "the page leaves for it. Its numbers are stored; mizarr compute --json prints them.",
         )
 
     def body(self) -> str:
@@ -92,13 +99,13 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class Data(View):
-    """Values for the JSON document only: sizes of the model, token ids, settings that were computed."""
+    """A view that is not shown: it only adds values to the JSON document, such as token ids."""
 
     kind: ClassVar[str] = "data"
     on_page: ClassVar[bool] = False
 
     def body(self) -> str:
-        """HTML of the names of the values; see `View.body`."""
+        """HTML paragraph with the names of the values, for a notebook."""
         return f"<p>{escape(', '.join(self.json))}</p>"
 
 
@@ -120,8 +127,9 @@ class Values(View):
         return table
 
     def body(self) -> str:
-        """HTML definition list of the pairs; see `View.body`."""
-        return f"<dl>{''.join(f'<dt>{escape(n)}</dt><dd>{escape(v)}</dd>' for n, v in self.pairs)}</dl>"
+        """HTML definition list of the pairs, for a notebook."""
+        entries = (f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in self.pairs)
+        return f"<dl>{''.join(entries)}</dl>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,19 +141,19 @@ class Note(View):
     """The paragraph."""
 
     def rich(self) -> RichTable:
-        """The paragraph, wrapped to the terminal's width."""
+        """A terminal table whose only cell is the paragraph; rich wraps it to the terminal's width."""
         table = paper.rich_table(self.title, self.caption, show_header=False)
         table.add_row(paper.literal(self.text))
         return table
 
     def body(self) -> str:
-        """HTML paragraph; see `View.body`."""
+        """HTML paragraph, for a notebook."""
         return f"<p>{escape(self.text)}</p>"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picture(View):
-    """An existing PNG, embedded."""
+    """An image that already exists as a PNG file; pages and notebooks embed its bytes."""
 
     kind: ClassVar[str] = "picture"
     png: bytes
@@ -155,41 +163,42 @@ class Picture(View):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Width and height in pixels, from the header of the file."""
+        """(width, height) of the image in pixels, read from the header of the PNG."""
         # The IHDR chunk comes first in every PNG: width and height are its bytes 16 to 23, big-endian.
         width, height = struct.unpack(">II", self.png[16:24])
         return width, height
 
     def body(self) -> str:
-        """HTML image; see `View.body`."""
+        """HTML image, for a notebook."""
         data = base64.b64encode(self.png).decode()
         return f'<img alt="{escape(self.alt)}" src="data:image/png;base64,{data}">'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice(View):
-    """Several views with a selector that shows one of them: one per prompt, layer or kind.
+    """Several views of which a page shows one at a time, such as one per prompt or layer; the reader selects
+    it.
 
-    A page without JavaScript shows all of them, in order.
+    A browser without JavaScript shows all of them, in order.
     """
 
     kind: ClassVar[str] = "choice"
     name: str
-    """What the selector selects, such as "prompt"."""
+    """What the views differ in, such as "prompt"; the label of the selector."""
     options: tuple[tuple[str, View], ...]
-    """(label, view) of each option."""
+    """(label, view) of each view to select from."""
     start: int = 0
-    """Index of the option shown first."""
+    """Index into `options` of the view that a page shows before the reader selects another."""
 
     @classmethod
     def of(cls, name: str, labels: Iterable[Any], make: Callable[[Any], View], **view_fields: Any) -> Choice:
         """Build a choice with one view per label.
 
         Arguments:
-            name: What the selector selects.
-            labels: Label of each option; floats are shown in short form.
-            make: Function from a label to its view.
-            view_fields: Other fields of the view; `start` is the label (not the index) shown first.
+            name: What the views differ in, such as "prompt".
+            labels: Labels of the options, such as layer numbers; floats are shown in short form (`%g`).
+            make: Function that builds the view of a label.
+            view_fields: Other fields of the choice; `start` is the label (not the index) shown first.
         """
         labels = list(labels)
         view_fields["start"] = labels.index(view_fields.get("start", labels[0]))
@@ -200,17 +209,20 @@ class Choice(View):
 
     @property
     def chosen(self) -> View:
-        """The view of the option shown first."""
+        """The view that a page shows before the reader selects another."""
         return self.options[self.start][1]
 
     def panel(self) -> View:
-        """The option shown first; a missing title or caption is taken from the choice."""
+        """The view to draw in a figure, which shows only the first selected one.
+
+        A missing title or caption is taken from the choice.
+        """
         view = self.chosen
         titled = replace(view, title=view.title or self.title, caption=view.caption or self.caption)
         return titled.panel()
 
     def within(self, room: int) -> View:
-        """A choice with the leading options that fit into `room` bytes; the caption states their number."""
+        """A choice with as many of the first options as fit into `room` bytes; the caption says how many."""
         sizes = [size(view) for _, view in self.options]
         if sum(sizes) <= room:
             return self
@@ -222,8 +234,8 @@ class Choice(View):
         if not n_options:
             return super().within(room)
         omission = (
-            f"{n_options} of {len(sizes)} are on this page, which is limited; all are in the store "
-            "(mizarr compute --json)."
+            f"The size limit of this page leaves room for {n_options} of {len(sizes)} views; "
+            "mizarr compute --json prints the numbers of all."
         )
         return replace(
             self,
@@ -233,8 +245,9 @@ class Choice(View):
         )
 
     def body(self) -> str:
-        """HTML of the option shown first, with its label; see `View.body`."""
-        return f"<p>{escape(self.name)}: {escape(self.options[self.start][0])}</p>{self.chosen.body()}"
+        """HTML of the view shown first and its label, for a notebook, which has no selector."""
+        label = self.options[self.start][0]
+        return f"<p>{escape(self.name)}: {escape(label)}</p>{self.chosen.body()}"
 
 
 def _megabytes(n_bytes: int) -> str:

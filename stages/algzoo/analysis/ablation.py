@@ -26,13 +26,16 @@ __all__ = ["classes_or_numbers", "neuron_ablation", "random_ablation", "score"]
 
 
 def classes_or_numbers(outputs: Array) -> Array:
-    """Answers [sample] from outputs [sample, output]: the first largest class, or the single number."""
+    """Answers of a network [sample] from its outputs [sample, output].
+
+    For one output, the output itself; for several, the index of the largest (the first of equal ones).
+    """
     answers: Array = outputs[:, 0] if outputs.shape[1] == 1 else outputs.argmax(axis=1)
     return answers
 
 
 def score(rnn: RnnWeights, x: Array, target: Array) -> float:
-    """Accuracy over samples, or minus the root mean squared error for a scalar answer.
+    """Score of a network, larger is better: accuracy, or minus the root mean squared error of scalar answers.
 
     Arguments:
         rnn: the network.
@@ -62,12 +65,13 @@ def score(rnn: RnnWeights, x: Array, target: Array) -> float:
 def neuron_ablation(weights: xr.Dataset, samples: xr.Dataset) -> xr.Dataset:
     """Ablation scores of the RNN: each neuron alone, and each pair.
 
-    `interaction` is negative for redundant neurons (more damage together than the sum), 0 for independent
-    ones, and positive where either alone is enough to fail.
+    `interaction` of a pair is negative if the neurons are redundant (ablating both does more damage than the
+    sum of both alone), 0 if they are independent, and positive if ablating either one already does the
+    damage.
 
     Arguments:
         weights: labelled weights of an RNN.
-        samples: from `algzoo_samples`.
+        samples: inputs and correct answers, as `algzoo_samples` returns them.
     """
     import xarray as xr
 
@@ -108,16 +112,20 @@ def neuron_ablation(weights: xr.Dataset, samples: xr.Dataset) -> xr.Dataset:
 def random_ablation(
     weights: xr.Dataset, samples: xr.Dataset, *, draws: int = 50, seed: int = 0
 ) -> xr.DataArray:
-    """Null distribution of neuron ablation: score change without one direction of a random orthonormal basis.
+    """Null distribution of neuron ablation: changes of the score if random directions are ablated instead.
 
-    The state becomes (1 - v v^T) h after every ReLU. Neurons form such a basis, so the most harmful neuron is
-    compared with the most harmful direction of each random basis: both are the largest of equally many.
+    For each direction v of a random orthonormal basis, the state becomes (1 - v v^T) h after every ReLU.
+    Neurons form such a basis, so the most harmful neuron is compared with the most harmful direction of each
+    random basis: both are the extreme of equally many candidates.
 
     Arguments:
         weights: labelled weights of an RNN.
-        samples: from `algzoo_samples`.
-        draws: random bases.
-        seed: of the bases.
+        samples: inputs and correct answers, as `algzoo_samples` returns them.
+        draws: number of random bases.
+        seed: seed of the bases.
+
+    Returns:
+        Change of the score without each direction, float64 [draw, direction].
     """
     import xarray as xr
 

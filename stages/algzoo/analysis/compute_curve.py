@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["FEWEST_GROUPS", "compute_curve"]
 
 FEWEST_GROUPS = 8
-"""Smallest number of groups from which an error is measured."""
+"""Smallest number of groups of samples from whose accuracies an error is measured."""
 
 
 @stage(
@@ -52,40 +52,42 @@ FEWEST_GROUPS = 8
     },
 )
 def compute_curve(counted: xr.Dataset, surprise: xr.Dataset, *, budgets: tuple[int, ...]) -> xr.Dataset:
-    """Error and cost of sampling and of every explanation.
+    """Squared error and cost of two estimates of a network's accuracy: by sampling it, and by an explanation.
 
     Arguments:
-        counted: from `sampled_accuracy`.
-        surprise: from `surprise_accounting`.
-        budgets: numbers of samples, multiples of `CHUNK`.
+        counted: correct answers of the network by chunks of samples, from `sampled_accuracy`.
+        surprise: accuracies and costs of the explanations, from `surprise_accounting`.
+        budgets: numbers of samples for which error and cost are computed, multiples of `CHUNK`.
 
     Raises:
-        ShapeError: for other budgets.
+        ShapeError: a budget is not a multiple of `CHUNK`, or there are none.
     """
     import xarray as xr
 
     if not budgets or any(budget < CHUNK or budget % CHUNK for budget in budgets):
-        raise ShapeError(f"expected budgets that are multiples of {CHUNK} samples, found {list(budgets)}")
-    # The last chunk of a block may be shorter; groups are of full ones only.
+        raise ShapeError(
+            f"expected budgets (numbers of samples) that are multiples of {CHUNK}, found {list(budgets)}"
+        )
+    # The last chunk of a block may be shorter: groups consist of full chunks only.
     is_full = counted["samples"].values == CHUNK
     right = counted["right"].values[is_full]
-    share = float(counted["right"].sum() / counted["samples"].sum())
+    accuracy_of_network = float(counted["right"].sum() / counted["samples"].sum())
     sizes = np.array(budgets)
-    measured, groups = np.full(len(sizes), np.nan), np.zeros(len(sizes), np.int64)
+    measured, n_groups = np.full(len(sizes), np.nan), np.zeros(len(sizes), np.int64)
     for index, budget in enumerate(budgets):
-        chunks = budget // CHUNK
-        # Incomplete groups are dropped: their share of right answers has another variance.
-        groups[index] = len(right) // chunks
-        if groups[index] >= FEWEST_GROUPS:
-            means = right[: groups[index] * chunks].reshape(groups[index], chunks).sum(axis=1) / budget
-            measured[index] = means.var(ddof=1)
+        n_chunks = budget // CHUNK
+        # Chunks that do not fill a group are dropped: a smaller group's accuracy has another variance.
+        n_groups[index] = len(right) // n_chunks
+        if n_groups[index] >= FEWEST_GROUPS:
+            by_group = right[: n_groups[index] * n_chunks].reshape(n_groups[index], n_chunks)
+            measured[index] = (by_group.sum(axis=1) / budget).var(ddof=1)
     accuracy = surprise["estimate_accuracy"].values
     bias = accuracy - float(surprise["model_accuracy"])
     return xr.Dataset(
         {
             "baseline_mse": ("samples", measured),
-            "baseline_expected": ("samples", share * (1 - share) / sizes),
-            "groups": ("samples", groups),
+            "baseline_expected": ("samples", accuracy_of_network * (1 - accuracy_of_network) / sizes),
+            "groups": ("samples", n_groups),
             "baseline_operations": ("samples", sizes * float(surprise["model_operations"])),
             "estimator_mse": (
                 ("estimator", "samples"),

@@ -39,14 +39,14 @@ ON_PLANE = 1e-12
 
 @dataclass(frozen=True, eq=False)
 class ConePiece:
-    """A cone and the network's state on it."""
+    """A cone of inputs on which the RNN is linear, and the RNN's state there."""
 
     rays: Floats
-    """Extreme rays of unit length, [ray, axis]."""
+    """Extreme rays of the cone, unit vectors in order around it, [ray, axis]."""
     state: Floats
-    """State as a linear map of the input, h = state x, [neuron, axis]."""
+    """Matrix of the RNN's state as a linear function of the input x, h = state x, [neuron, axis]."""
     gates: tuple[bool, ...] = ()
-    """Whether each ReLU so far is open."""
+    """Whether each ReLU of the time steps processed so far is open, in order of time step and neuron."""
 
     @property
     def inside(self) -> Floats:
@@ -56,31 +56,36 @@ class ConePiece:
 
 
 def split(rays: Floats, plane: Floats) -> tuple[Floats | None, Floats | None]:
-    """Cut a cone along a plane: the halves with plane . x >= 0 and plane . x <= 0, None if empty.
+    """Cut a cone along a plane through the origin.
 
     Arguments:
-        rays: [ray, axis], in order around the cone.
-        plane: normal vector [axis].
+        rays: extreme rays of the cone in order around it, [ray, axis].
+        plane: normal vector of the plane, [axis].
+
+    Returns:
+        Extreme rays of the part with plane . x >= 0, and of the part with plane . x <= 0; None for an empty
+        part.
     """
-    size = np.linalg.norm(plane)
-    side = rays @ plane / size if size > 0 else np.zeros(len(rays))
-    # Rays of earlier cuts lie on their planes but for rounding: without snapping, slivers of width 1e-16
-    # appear.
-    side = np.where(np.abs(side) < ON_PLANE, 0.0, side)
-    if (side >= 0).all():
+    length = np.linalg.norm(plane)
+    distance = rays @ plane / length if length > 0 else np.zeros(len(rays))
+    # Rays of earlier cuts lie on their planes except for rounding errors. Without setting these distances to
+    # 0, slivers of width 1e-16 would be cut off.
+    distance = np.where(np.abs(distance) < ON_PLANE, 0.0, distance)
+    if (distance >= 0).all():
         return rays, None
-    if (side <= 0).all():
+    if (distance <= 0).all():
         return None, rays
     above, below = [], []
     n_rays = len(rays)
     for i in range(n_rays):
-        if side[i] >= 0:
+        if distance[i] >= 0:
             above.append(rays[i])
-        if side[i] <= 0:
+        if distance[i] <= 0:
             below.append(rays[i])
         next_ray = (i + 1) % n_rays
-        if side[i] * side[next_ray] < 0 and (n_rays > 2 or i == 0):
-            crossing = np.abs(side[next_ray]) * rays[i] + np.abs(side[i]) * rays[next_ray]
+        # A cone in the plane has one pair of neighbouring rays, not two.
+        if distance[i] * distance[next_ray] < 0 and (n_rays > 2 or i == 0):
+            crossing = np.abs(distance[next_ray]) * rays[i] + np.abs(distance[i]) * rays[next_ray]
             crossing /= np.linalg.norm(crossing)
             above.append(crossing)
             below.append(crossing)
@@ -88,7 +93,11 @@ def split(rays: Floats, plane: Floats) -> tuple[Floats | None, Floats | None]:
 
 
 def measure(rays: Floats) -> float:
-    """Probability of a cone under a standard normal: angle / 2 pi in 2D, solid angle / 4 pi in 3D."""
+    """Probability that a standard normal vector lies in a cone: angle / 2 pi in 2D, solid angle / 4 pi in 3D.
+
+    Arguments:
+        rays: extreme rays of the cone, unit vectors in order around it, [ray, axis].
+    """
     if rays.shape[1] == 2:
         a, b = rays
         # arctan2 of |cross| and dot: arccos of the dot product loses digits for small angles.
@@ -103,11 +112,15 @@ def measure(rays: Floats) -> float:
 
 
 def second_moment(rays: Floats) -> Floats:
-    """E[x x^T 1(x in cone)] of standard normal x, [axis, axis].
+    """Second moment E[x x^T 1(x in cone)] of a standard normal vector x within a cone, [axis, axis].
 
-    Stein's identity with g = x 1(cone): P(cone) I plus, for every face, its inward normal times the integral
-    of x times the density over it: r / (2 pi) for a ray in the plane; (a + b) tan(angle / 2) / (4 pi) for the
-    sector between rays a and b in space, whose integral of directions is (a + b) tan(angle / 2).
+    By Stein's identity with g = x 1(x in cone), it is P(cone) I plus, for every face of the cone, the outer
+    product of its inward normal with the integral of x times the normal density over the face. That integral
+    is r / (2 pi) for a ray r in the plane, and (a + b) tan(angle / 2) / (4 pi) for the sector between rays a
+    and b in space.
+
+    Arguments:
+        rays: extreme rays of the cone, unit vectors in order around it, [ray, axis].
     """
     inside, moment = rays.mean(axis=0), measure(rays) * np.eye(rays.shape[1])
     if rays.shape[1] == 2:
@@ -139,23 +152,23 @@ def second_moment(rays: Floats) -> Floats:
     },
 )
 def gaussian_accuracy(weights: xr.Dataset, *, task: str, sequence: int) -> xr.Dataset:
-    """Accuracy over all standard normal inputs of 2 or 3 numbers, and the cones from which it is computed.
+    """Exact accuracy over standard normal inputs of 2 or 3 numbers, and the cones from which it is computed.
 
     Arguments:
         weights: labelled weights of an RNN.
         task: name of the task.
-        sequence: numbers per input.
+        sequence: number of numbers per input, 2 or 3.
 
     Raises:
-        ConfigError: for other sequence lengths, which have no closed form, and for integer tasks.
+        ConfigError: another sequence length, for which there is no closed form, or a task on integers.
     """
     import xarray as xr
 
     rnn, zoo_task = require_rnn(weights, "exact accuracy"), task_named(task)
     if sequence not in DIMENSIONS or zoo_task.draws != "normal":
         raise ConfigError(
-            f"expected a task of 2 or 3 normal numbers for an exact accuracy, found {task} of {sequence}; "
-            "count samples instead (sampled_accuracy)"
+            "an exact accuracy is known only for tasks on 2 or 3 normally distributed numbers, found the "
+            f"task {task} with sequence={sequence}; use the stage sampled_accuracy instead"
         )
     pieces = _through_network(rnn, _through_task(zoo_task, sequence, rnn.hidden), sequence)
     if not zoo_task.is_scalar:
@@ -193,7 +206,16 @@ def gaussian_accuracy(weights: xr.Dataset, *, task: str, sequence: int) -> xr.Da
 
 
 def _through_task(task: Task, sequence: int, hidden: int) -> list[ConePiece]:
-    """Orthants, cut where the order of the numbers changes (argoutlier: of their distances from the mean)."""
+    """Cones on each of which the correct answer of the task is the same; together they cover all inputs.
+
+    They are the orthants, cut where the order of the numbers changes, or, for the task argoutlier, where the
+    order of their distances from the mean changes.
+
+    Arguments:
+        task: the task.
+        sequence: number of numbers per input.
+        hidden: number of neurons; the state of each cone is zero, as before the first time step.
+    """
     state = np.zeros((hidden, sequence))
     orthants = [
         ConePiece(np.diag(np.array(signs, float)), state)
@@ -208,7 +230,13 @@ def _through_task(task: Task, sequence: int, hidden: int) -> list[ConePiece]:
 
 
 def _through_network(rnn: RnnWeights, pieces: list[ConePiece], sequence: int) -> list[ConePiece]:
-    """The pieces, cut where a ReLU opens, step by step; each with its gates and final state."""
+    """Cut cones where a ReLU opens or closes, time step by time step; return them with gates and final state.
+
+    Arguments:
+        rnn: the network.
+        pieces: cones with the state before the first time step.
+        sequence: number of time steps.
+    """
     for step in range(sequence):
         input_row = np.zeros(sequence)
         input_row[step] = 1.0
@@ -228,7 +256,7 @@ def _through_network(rnn: RnnWeights, pieces: list[ConePiece], sequence: int) ->
 
 
 def _cut(pieces: list[ConePiece], planes: list[Floats]) -> list[ConePiece]:
-    """All pieces, cut by all planes."""
+    """Cut every cone by every plane (normal vector [axis]); the parts keep state and gates of their cone."""
     cut_pieces = []
     for piece in pieces:
         parts = [piece.rays]
@@ -239,13 +267,16 @@ def _cut(pieces: list[ConePiece], planes: list[Floats]) -> list[ConePiece]:
 
 
 def _differences(rows: Array) -> list[Floats]:
-    """Differences of any two rows."""
+    """Differences between any two of some rows: normals of the planes on which two linear functions are
+    equal."""
     return [rows[i] - rows[j] for i, j in itertools.combinations(range(len(rows)), 2)]
 
 
 def _median_of(point: Floats) -> Floats:
-    """The median as a linear function [axis], valid for points ordered as `point`."""
+    """The median as a linear function [axis] of the numbers, valid for all points ordered as `point`."""
     order, size = np.argsort(point), len(point)
+    # One rank for an odd number of numbers, two for an even number, whose mean is the median.
+    middle_ranks = sorted({(size - 1) // 2, size // 2})
     weights = np.zeros(size)
-    weights[order[[(size - 1) // 2, size // 2]]] = 1.0 / len({(size - 1) // 2, size // 2})
+    weights[order[middle_ranks]] = 1.0 / len(middle_ranks)
     return weights

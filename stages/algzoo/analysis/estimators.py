@@ -34,8 +34,9 @@ from .regions import gates_of, linear_maps, pattern_bits
 __all__ = ["ESTIMATORS", "Estimator", "estimators_of"]
 
 ESTIMATORS = ("oracle", "piecewise", "top_regions", "ablation", "roles")
+"""Names of the explanations, in order."""
 NEEDED = 0.01
-"""Loss of accuracy from which the ablation estimator keeps a neuron."""
+"""The explanation "ablation" keeps a neuron if its ablation lowers the accuracy by at least this much."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,30 +46,30 @@ class Estimator:
     name: str
     """One of `ESTIMATORS`."""
     description: str
-    """Description of the program in words."""
+    """The program in words."""
     predict: Callable[[Array], Ints]
-    """Classes [sample] for inputs [sample, time]."""
+    """Function from inputs [sample, time] to predicted classes [sample]."""
     structure: float
-    """Bits of its discrete choices."""
+    """Number of bits that encode the discrete choices of the program, such as which neurons are kept."""
     numbers: int
-    """Count of real numbers in it."""
+    """Number of real numbers in the program."""
     operations: int
-    """Multiplications and additions per sample."""
+    """Number of multiplications and additions per sample."""
 
     def bits(self, per_number: float) -> float:
-        """Length of the description in bits, with `per_number` bits per real number."""
+        """Length of the program in bits, if each real number is written with `per_number` bits."""
         return self.structure + self.numbers * per_number
 
 
 def estimators_of(rnn: RnnWeights, task: Task, x: Array, target: Array, *, regions: int) -> list[Estimator]:
-    """All estimators of a network with classes, in the order of `ESTIMATORS`.
+    """All explanations of a network that answers with classes, in the order of `ESTIMATORS`.
 
     Arguments:
         rnn: the network.
         task: its task.
-        x: inputs [sample, time] on which estimators are fitted.
+        x: inputs [sample, time] to which the explanations are fitted.
         target: correct answers [sample] to these inputs.
-        regions: number of regions of top_regions.
+        regions: number of regions that the explanation "top_regions" describes.
     """
     return [
         _oracle(rnn, task, x.shape[1]),
@@ -80,22 +81,25 @@ def estimators_of(rnn: RnnWeights, task: Task, x: Array, target: Array, *, regio
 
 
 def operations_of(rnn: RnnWeights, steps: int) -> int:
-    """Multiplications and additions of a forward pass over one sample.
+    """Number of multiplications and additions of a forward pass over one sample.
 
     Arguments:
         rnn: the network.
-        steps: time steps of the input.
+        steps: number of time steps of the input.
     """
     return 2 * (steps * rnn.hidden * (1 + rnn.hidden) + rnn.oh.size)
 
 
 def _oracle(rnn: RnnWeights, task: Task, steps: int) -> Estimator:
+    """The explanation that the network always answers correctly."""
     # Its only choice is which of the tasks it is: log2 of their number in bits.
     description = f"the task: {task.meaning}"
     return Estimator("oracle", description, task.targets, math.log2(len(TASKS)), 0, steps)
 
 
 def _piecewise(rnn: RnnWeights, steps: int) -> Estimator:
+    """The explanation by all linear regions of the network, each with its linear map."""
+
     def predict(x: Array) -> Ints:
         gates = gates_of(rnn, x)
         patterns, first, inverse = np.unique(
@@ -114,6 +118,7 @@ def _piecewise(rnn: RnnWeights, steps: int) -> Estimator:
 
 
 def _top_regions(rnn: RnnWeights, x: Array, regions: int) -> Estimator:
+    """The explanation by the linear regions that contain most of the inputs `x`."""
     gates = gates_of(rnn, x)
     patterns, first, inverse, counts = np.unique(
         pattern_bits(gates), axis=0, return_index=True, return_inverse=True, return_counts=True
@@ -139,9 +144,10 @@ def _top_regions(rnn: RnnWeights, x: Array, regions: int) -> Estimator:
 
 
 def _ablation(rnn: RnnWeights, x: Array, target: Array) -> Estimator:
+    """The explanation by a smaller network: only the neurons whose ablation costs accuracy on `x`."""
     baseline = score(rnn, x, target)
-    worth = np.array([baseline - score(rnn.without(j), x, target) for j in range(rnn.hidden)])
-    needed = np.flatnonzero(worth >= NEEDED)
+    lost_accuracy = np.array([baseline - score(rnn.without(j), x, target) for j in range(rnn.hidden)])
+    needed = np.flatnonzero(lost_accuracy >= NEEDED)
     small = RnnWeights(rnn.ih[needed], rnn.hh[np.ix_(needed, needed)], rnn.oh[:, needed])
 
     def predict(x: Array) -> Ints:
@@ -156,6 +162,7 @@ def _ablation(rnn: RnnWeights, x: Array, target: Array) -> Estimator:
 
 
 def _roles(rnn: RnnWeights, x: Array) -> Estimator:
+    """The explanation by interpretable functions of the input, from which final states are predicted."""
     states = np.maximum(rnn.states(x)[:, -1], 0.0)
     names, values = references(x)
     correlations = absolute_correlation(states, values)

@@ -33,13 +33,20 @@ __all__ = ["ROLES", "THRESHOLD", "UNKNOWN", "absolute_correlation", "neuron_role
 
 ROLES = ("RunningMax", "RunningMin", "MaxIncrement", "LeaveOneOutMax", "RecentInput", "Comparator")
 UNKNOWN = "Unknown"
-"""Role name of neurons below THRESHOLD."""
+"""Role of a neuron that correlates with no reference function by at least THRESHOLD."""
 THRESHOLD = 0.8
-"""Absolute correlation from which a neuron has a role."""
+"""Smallest absolute correlation with a reference function that gives a neuron a role."""
 
 
 def references(x: Array) -> tuple[list[str], Array]:
-    """Names of all reference functions in the order of `ROLES`, and their values [sample, reference]."""
+    """Interpretable functions of inputs, with which the states of neurons are compared.
+
+    Arguments:
+        x: inputs [sample, time].
+
+    Returns:
+        (names of the functions, in the order of `ROLES`; their values, float64 [sample, reference]).
+    """
     x = x.astype(np.float64)
     steps, last = x.shape[1], x[:, -1]
     top = np.maximum(x.max(axis=1), 0.0)
@@ -60,11 +67,13 @@ def references(x: Array) -> tuple[list[str], Array]:
 
 
 def absolute_correlation(states: Array, values: Array) -> Array:
-    """Absolute Pearson correlation [neuron, reference]; 0 without variance.
+    """Absolute Pearson correlation between states and reference functions over samples, [neuron, reference].
+
+    It is 0 if one of both has no variance.
 
     Arguments:
-        states: [sample, neuron].
-        values: [sample, reference].
+        states: states of neurons, [sample, neuron].
+        values: values of the reference functions, [sample, reference].
     """
     states, values = states - states.mean(axis=0), values - values.mean(axis=0)
     scale = np.outer(np.linalg.norm(states, axis=0), np.linalg.norm(values, axis=0))
@@ -88,13 +97,13 @@ def absolute_correlation(states: Array, values: Array) -> Array:
     },
 )
 def neuron_roles(weights: xr.Dataset, samples: xr.Dataset) -> xr.Dataset:
-    """Absolute correlation of each neuron's final state with each reference, and the role of the best one.
+    """Role of each neuron: the reference function with which its final state correlates most.
 
-    Ties go to the first reference.
+    Of references with equal correlation the first one counts.
 
     Arguments:
         weights: labelled weights of an RNN.
-        samples: from `algzoo_samples`.
+        samples: inputs, as `algzoo_samples` returns them.
     """
     import xarray as xr
 
@@ -106,13 +115,13 @@ def neuron_roles(weights: xr.Dataset, samples: xr.Dataset) -> xr.Dataset:
     for step in range(x.shape[1]):
         names, values = references(x[:, : step + 1])
         correlations = absolute_correlation(states[:, step], values)
-        kinds = np.array([ROLES.index(_kind(name)) for name in names])
-        for role in set(kinds.tolist()):
-            by_time[step, :, role] = correlations[:, kinds == role].max(axis=1)
+        role_of_reference = np.array([ROLES.index(_role(name)) for name in names])
+        for role in set(role_of_reference.tolist()):
+            by_time[step, :, role] = correlations[:, role_of_reference == role].max(axis=1)
     best = correlations.argmax(axis=1)
     correlation = correlations[np.arange(rnn.hidden), best]
     roles = [
-        _kind(names[i]) if value >= THRESHOLD else UNKNOWN for i, value in zip(best, correlation, strict=True)
+        _role(names[i]) if value >= THRESHOLD else UNKNOWN for i, value in zip(best, correlation, strict=True)
     ]
     return xr.Dataset(
         {
@@ -126,6 +135,6 @@ def neuron_roles(weights: xr.Dataset, samples: xr.Dataset) -> xr.Dataset:
     )
 
 
-def _kind(name: str) -> str:
-    """Role of a reference: "Comparator" for "Comparator(0,1)"."""
+def _role(name: str) -> str:
+    """Role that a reference function stands for: "Comparator" for "Comparator(0,1)"."""
     return name.partition("(")[0]

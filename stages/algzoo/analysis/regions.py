@@ -27,33 +27,31 @@ __all__ = ["gates_of", "linear_maps", "linear_regions", "pattern_bits"]
 
 
 def gates_of(rnn: RnnWeights, x: Array) -> Bools:
-    """Whether each ReLU is open; a pre-activation of 0 counts as open.
+    """Whether each ReLU is open (its pre-activation is not negative), bool [sample, time, neuron].
 
     Arguments:
         rnn: the network.
         x: inputs [sample, time].
-
-    Returns:
-        bool [sample, time, neuron].
     """
     gates: Bools = rnn.states(x) >= 0
     return gates
 
 
 def pattern_bits(gates: Bools) -> Array:
-    """Gates [sample, time, neuron] as packed bits, uint8 [sample, byte]."""
+    """Pack gates, bool [sample, time, neuron], into bits, uint8 [sample, byte], the first gate lowest."""
     return np.packbits(gates.reshape(len(gates), -1), axis=1, bitorder="little")
 
 
 def linear_maps(rnn: RnnWeights, gates: Bools) -> Array:
-    """Linear maps [region, output, time] of regions with given gates.
+    """Matrix of the network's outputs as a linear function of the input in each region, [region, output,
+    time].
 
     Arguments:
         rnn: the network.
-        gates: bool [region, time, neuron].
+        gates: whether each ReLU is open in each region, bool [region, time, neuron].
 
     Raises:
-        WeightsError: where a product overflows float64.
+        WeightsError: a product of weights overflows float64.
     """
     n_regions, steps, _ = gates.shape
     maps = np.empty((n_regions, len(rnn.oh), steps))
@@ -65,7 +63,10 @@ def linear_maps(rnn: RnnWeights, gates: Bools) -> Array:
             maps[:, :, step] = open_readout @ rnn.ih
             readout = open_readout @ rnn.hh
     if not np.isfinite(maps).all():
-        raise WeightsError(f"linear maps: expected finite entries, found an overflow over {steps} steps")
+        raise WeightsError(
+            f"the linear maps of the network overflow float64 over {steps} time steps; analyse shorter "
+            "inputs, or a network with smaller recurrent weights"
+        )
     return maps
 
 
@@ -84,11 +85,13 @@ def linear_maps(rnn: RnnWeights, gates: Bools) -> Array:
     },
 )
 def linear_regions(weights: xr.Dataset, samples: xr.Dataset) -> xr.Dataset:
-    """Regions of some samples with their counts and linear maps, most frequent first; ties by first sample.
+    """Linear regions that contain some of the samples, with their numbers of samples and linear maps.
+
+    The most frequent region comes first; of equally frequent ones, that of the earlier sample.
 
     Arguments:
         weights: labelled weights of an RNN.
-        samples: from `algzoo_samples`.
+        samples: inputs, as `algzoo_samples` returns them.
     """
     import xarray as xr
 

@@ -28,7 +28,8 @@ SMALLEST = 1.19e-7
 
 
 def is_standardizable(weights: xr.Dataset) -> bool:
-    """Whether every neuron of an RNN reads the input."""
+    """Whether every neuron of an RNN has an input weight of at least SMALLEST, so that it can be scaled to
+    1."""
     return bool((np.abs(require_rnn(weights, "standardisation").ih) >= SMALLEST).all())
 
 
@@ -43,12 +44,13 @@ def is_standardizable(weights: xr.Dataset) -> bool:
     },
 )
 def standardized_rnn(weights: xr.Dataset) -> xr.Dataset:
-    """Weights of the same function with input weights of 1 or -1: ih_j / s_j, hh_jk s_k / s_j, oh_oj s_j.
+    """Weights that compute the same function with input weights of 1 or -1.
 
-    The result is labelled weights, which other stages accept.
+    With s_j = |ih_j| they are ih_j / s_j, hh_jk s_k / s_j and oh_oj s_j. The result is labelled weights,
+    which other stages accept.
 
     Raises:
-        WeightsError: for a neuron whose input weight is below 1.19e-7.
+        WeightsError: the input weight of a neuron is below 1.19e-7.
     """
     import xarray as xr
 
@@ -56,8 +58,9 @@ def standardized_rnn(weights: xr.Dataset) -> xr.Dataset:
     scale = np.abs(rnn.ih)
     if (scale < SMALLEST).any():
         raise WeightsError(
-            f"standardisation: expected input weights of at least {SMALLEST}, found {scale.min():.3g} at "
-            f"neuron {int(scale.argmin())}, which does not read the input; analyse the network as it is"
+            f"an RNN can be standardised if every input weight is at least {SMALLEST} in magnitude, found "
+            f"{scale.min():.3g} at neuron {int(scale.argmin())}, which does not read the input; analyse the "
+            "weights without standardising them"
         )
     return xr.Dataset(
         {

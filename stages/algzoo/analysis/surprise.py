@@ -42,11 +42,15 @@ if TYPE_CHECKING:
 __all__ = ["SIGMAS", "bits_per_number", "noisy", "residual_bits", "surprise_accounting"]
 
 SIGMAS = (0.01, 0.05, 0.1)
-"""Noise levels of the research protocol, in standard deviations of a matrix."""
+"""Default noise levels, in units of the standard deviation of each weight matrix."""
 
 
 def bits_per_number(sigma: float) -> float:
-    """Bits of a number read through noise of `sigma` standard deviations: log2(1 + 1 / sigma^2) / 2."""
+    """Bits of information in a weight read through Gaussian noise: log2(1 + 1 / sigma^2) / 2.
+
+    Arguments:
+        sigma: standard deviation of the noise, in units of that of the weights.
+    """
     return 0.5 * math.log2(1.0 + sigma**-2)
 
 
@@ -65,11 +69,11 @@ def residual_bits(disagreement: float, classes: int, samples: int) -> float:
 
 
 def covered(spare: Array, per_answer: Array) -> Array:
-    """Number of answers that spare bits can encode; infinite where answers take no bits.
+    """Number of answers that a number of bits can encode, float; infinite where an answer takes no bits.
 
     Arguments:
-        spare: bits that are left, 0 answers where negative.
-        per_answer: bits per answer, same shape.
+        spare: available bits; a negative number encodes 0 answers.
+        per_answer: bits per answer, of the same shape.
     """
     unlimited = np.where(spare >= 0, np.inf, 0.0)
     # `where` avoids 0 / 0, which numpy would warn about; those entries keep `unlimited`.
@@ -77,11 +81,11 @@ def covered(spare: Array, per_answer: Array) -> Array:
 
 
 def noisy(rnn: RnnWeights, sigma: float, rng: np.random.Generator) -> RnnWeights:
-    """The network with Gaussian noise on every matrix.
+    """A copy of the network with Gaussian noise added to every weight.
 
     Arguments:
         rnn: the network.
-        sigma: standard deviation of the noise, in units of that of the matrix.
+        sigma: standard deviation of the noise, in units of that of each matrix.
         rng: generator of the noise.
     """
     return RnnWeights(
@@ -129,29 +133,33 @@ def surprise_accounting(
     regions: int = 16,
     seed: int = 0,
 ) -> xr.Dataset:
-    """Bits of every estimator, compared with the bits of the network.
+    """Length of every explanation in bits and its residual surprise, compared with the bits of the network.
 
     Arguments:
         weights: labelled weights of an RNN.
-        samples: on which estimators are scored, from `algzoo_samples`.
-        fitted: other samples, on which estimators are fitted.
+        samples: samples on which explanations are scored, as `algzoo_samples` returns them.
+        fitted: other samples, to which explanations are fitted.
         task: name of the task.
-        sigmas: noise levels in standard deviations.
-        realisations: noisy networks per noise level.
-        regions: regions of the top_regions estimator.
-        seed: of the noise.
+        sigmas: noise levels, in units of the standard deviation of each weight matrix.
+        realisations: number of noisy networks per noise level.
+        regions: number of regions that the explanation "top_regions" describes.
+        seed: seed of the noise.
 
     Raises:
-        ConfigError: for a scalar task, or noise levels or realisations that are not positive.
+        ConfigError: the task has a scalar answer, or a noise level or `realisations` is not positive.
     """
     import xarray as xr
 
     rnn, zoo_task = require_rnn(weights, "surprise accounting"), task_named(task)
     if zoo_task.is_scalar:
-        raise ConfigError(f"expected a task with classes for surprise accounting, found {task}")
+        raise ConfigError(
+            f"surprise accounting needs a task whose answer is a class, found {task}, whose answer is a "
+            "number; pass another task"
+        )
     if not sigmas or min(sigmas) <= 0 or realisations < 1:
         raise ConfigError(
-            f"expected noise above 0 and at least one network, found {list(sigmas)} and {realisations}"
+            "expected sigmas above 0 and realisations of at least 1, found "
+            f"sigmas={list(sigmas)} and realisations={realisations}"
         )
     x, target = samples["x"].values, samples["target"].values
     steps, n_samples = x.shape[1], len(x)

@@ -38,21 +38,21 @@ if TYPE_CHECKING:
 __all__ = ["NEEDED", "key_effects", "query_effects", "recomputed_attention"]
 
 NEEDED: Mapping[str, str] = {"q": "pattern", "k": "attn_scores"}
-"""Hook kind that is patched -> hook kind whose values are recomputed under the patch."""
+"""By hook kind that is patched, the hook kind whose values are recomputed under the patch."""
 
 
 def recomputed_attention(
     model: Model, prompt: Sequence[int], clean: Mapping[HookPoint, Tensor]
 ) -> dict[HookPoint, Floats]:
-    """Attention weights or scores of the corrupted prompt with all clean queries or keys of a layer.
+    """Attention of the corrupted prompt when all queries, or all keys, of a layer are the clean ones.
 
     Arguments:
-        model: the model.
-        prompt: token ids of the corrupted run.
-        clean: clean activation of each `q` or `k` hook point.
+        model: The model.
+        prompt: Token ids of the corrupted prompt.
+        clean: Clean activation of each `q` or `k` hook point.
 
     Returns:
-        For each hook point, float64 [head, query, key]: the pattern for `q`, the scores for `k`.
+        By hook point, float64 [head, query, key]: attention weights for `q`, attention scores for `k`.
     """
     points = list(clean)
     targets = [HookPoint(NEEDED[point.kind], point.layer) for point in points]
@@ -68,31 +68,30 @@ def recomputed_attention(
 
 
 def query_effects(weights: Floats, patched: Floats, gradient: Floats) -> Floats:
-    """First-order effect of each clean query, through its exact attention weights, float64 [head, query].
+    """Effect of patching each clean query, with exact attention weights, float64 [head, query].
 
     Arguments:
-        weights: attention pattern of the corrupted run, [head, query, key].
-        patched: pattern under clean queries, same shape.
-        gradient: gradient of the metric at the pattern, same shape.
+        weights: Attention weights of the corrupted run [head, query, key].
+        patched: Attention weights under clean queries, same shape.
+        gradient: Gradient of the metric at the attention weights, same shape.
     """
-    # Exact in the weights, first-order in what follows them.
+    # Exact up to the weights, first-order behind them.
     effects: Floats = ((patched - weights) * gradient).sum(-1)
     return effects
 
 
 def key_effects(weights: Floats, scores: Floats, patched: Floats, gradient: Floats, heads: int) -> Floats:
-    """First-order effect of each clean key, through its exact attention weights, float64 [kv_head, key].
+    """Effect of patching each clean key, with exact attention weights, float64 [kv_head, key].
 
     Arguments:
-        weights: attention pattern of the corrupted run, [head, query, key].
-        scores: attention scores of the corrupted run, -inf where masked, same shape.
-        patched: scores under clean keys, same shape.
-        gradient: gradient of the metric at the pattern, same shape.
-        heads: number of key/value heads (fewer than query heads with grouped-query attention).
+        weights: Attention weights of the corrupted run [head, query, key].
+        scores: Attention scores of the corrupted run, -inf where masked, same shape.
+        patched: Attention scores under clean keys, same shape.
+        gradient: Gradient of the metric at the attention weights, same shape.
+        heads: Number of key/value heads (fewer than query heads with grouped-query attention).
     """
     is_visible = np.isfinite(scores)
-    # expm1 of the difference keeps small rises exact; masked scores are set to 0 first, as -inf - -inf is
-    # NaN.
+    # expm1 keeps small rises exact; masked scores are set to 0 first, because -inf - -inf is NaN.
     rise: Any = np.expm1(np.where(is_visible, patched, 0.0) - np.where(is_visible, scores, 0.0))
     mean = (weights * gradient).sum(-1, keepdims=True)
     # The key's own weight rises and all others shrink in proportion: sum_j g_j (w'_j - w_j) in closed form.

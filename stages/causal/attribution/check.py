@@ -40,22 +40,22 @@ __all__ = ["LARGEST", "RANDOM", "AttributionCheck", "agreement"]
 LARGEST, RANDOM = "largest", "random"
 """Labels of the two groups of verified cells."""
 PLACE = ("kind", "layer", "position", "head", "key_position")
-"""Outputs that name the place of a verified cell."""
+"""Outputs that say which hook point, position and head a verified cell is."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttributionCheck(AttributionPatching):
-    """Exact runs of the `verify` largest estimates of a grid, and of as many random other cells.
+    """Checks attribution patching: exact runs of the `verify` largest estimates and of as many random cells.
 
     Cells are ranked by the absolute effect on the first metric. The other fields are those of
     `AttributionPatching`.
 
     Raises:
-        StageError: for `verify` below 1.
+        StageError: `verify` is below 1.
     """
 
     verify: int
-    """Number of largest cells, and of random cells; fewer where the grid is smaller."""
+    """Number of cells of largest estimate, and of random cells; fewer if the grid is smaller."""
     seed: int = 0
     """Seed of the random cells."""
 
@@ -80,7 +80,7 @@ class AttributionCheck(AttributionPatching):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.verify < 1:
-            raise StageError(f"{self.name}: expected at least one cell to verify, found {self.verify}")
+            raise StageError(f"{self.name}: expected verify to be at least 1, found {self.verify}")
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
         """All declared outputs; unlike those of a grid, they do not depend on the metrics."""
@@ -92,21 +92,22 @@ class AttributionCheck(AttributionPatching):
         return [{"part": "whole"}]
 
     def runs(self, prepared: PreparedGrid, cell: CellLabels) -> Sequence[Run]:
-        """One patched run per verified grid cell, largest estimates first."""
-        # The grid's own patch: AttributionPatching has no runs, the class above it has.
+        """One patched run per verified cell, those of largest estimate first."""
+        # The patch of ActivationPatching, because AttributionPatching itself makes no runs.
         patch = super(AttributionPatching, self).change
         return [
             Run(self.corrupted, patch(HookSpec(), prepared, kind, [layer], place, 0), self.want)
-            for kind, layer, place, _ in self._picked(prepared)[0]
+            for kind, layer, place, _ in self._verified_cells(prepared)[0]
         ]
 
     def dataset(self, prepared: PreparedGrid, cell: CellLabels, measured: Sequence[Floats]) -> xr.Dataset:
-        """Estimated and exact effect of every verified cell, and their agreement over the largest, the random
-        and all cells.
+        """Estimated and exact effect of every verified cell, and their agreement.
+
+        Agreement is given over the cells of largest estimate, over the random cells, and over all.
         """
         import xarray as xr
 
-        verified, count = self._picked(prepared)
+        verified, count = self._verified_cells(prepared)
         metric = self.metrics[0]
         clean, corrupted = (
             float(read_metrics(self.metrics, entry, prepared.clean)[0])
@@ -138,15 +139,15 @@ class AttributionCheck(AttributionPatching):
         return xr.Dataset(variables, coords, {"metric": metric.name, "units": metric.units})
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """The only cell, unchanged."""
+        """Result of the only cell, unchanged."""
         # `Grid.joined` would stack datasets along a layer axis, which this one does not have.
         (whole,) = parts
         return whole
 
-    def _picked(self, prepared: PreparedGrid) -> tuple[list[tuple[str, int, GridPlace, float]], int]:
-        """Grid cells to verify as (kind, layer, place, estimated metric), and the number of largest ones.
+    def _verified_cells(self, prepared: PreparedGrid) -> tuple[list[tuple[str, int, GridPlace, float]], int]:
+        """(cells to verify, number of those of largest estimate, which come first).
 
-        The largest estimates come first.
+        A cell is (kind of hook point, layer, place, estimated metric).
         """
         cells = [
             (kind, layer, place, float(number[0]))
@@ -167,11 +168,11 @@ class AttributionCheck(AttributionPatching):
 
 
 def agreement(estimate: Floats, exact: Floats) -> dict[str, float]:
-    """Agreement of estimated and exact effects of the same cells.
+    """How well estimated effects agree with exact effects of the same cells.
 
     Arguments:
-        estimate: first-order effects [cell].
-        exact: effects of runs [cell].
+        estimate: First-order effects [cell].
+        exact: Effects measured by runs [cell].
 
     Returns:
         `correlation` (Pearson) and `rank_correlation` (Spearman), NaN for fewer than three cells or constant

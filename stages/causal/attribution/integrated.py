@@ -47,45 +47,45 @@ if TYPE_CHECKING:
 __all__ = ["IntegratedGradients"]
 
 BATCH_TOKENS = 2048
-"""Most positions (steps x prompt length) in one forward and backward pass."""
+"""Largest number of positions (steps times prompt length) in one forward and backward pass."""
 
 
 @dataclass(frozen=True)
 class GradientPath:
-    """Gradients along the straight line from the baseline embedding to the prompt embedding."""
+    """Gradients and logits along the straight line from the baseline's to the prompt's embedding."""
 
     start: Tensor
     """Baseline embedding [position, hidden]."""
     end: Tensor
     """Prompt embedding [position, hidden]."""
     baseline: Floats
-    """Logits of the baseline run, at the tokens that the metric reads."""
+    """Logits of the baseline run, for the tokens that the metric reads."""
     prompt: Floats
-    """Logits of the prompt run, at the same tokens."""
+    """Logits of the prompt run, for the same tokens."""
     along: list[Floats]
-    """Logits of the tokens that the metric reads, at every step."""
+    """Logits at every step between the two, for the same tokens."""
     gradient: Tensor
     """Weighted mean of the gradient over the steps, float64 [position, hidden]."""
     tokens: dict[str, list[str]]
-    """"token" -> text of each prompt token; empty for a model without a tokenizer."""
+    """Texts of the prompt's tokens under the name "token"; empty for a model without a tokenizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IntegratedGradients(Experiment):
-    """Integrated gradients of a metric by position, with exact runs for comparison."""
+    """Integrated gradients: how much the embedding of each position contributes to a metric."""
 
     prompt: tuple[int, ...]
-    """Token ids."""
+    """Token ids of the prompt."""
     metric: Metric
-    """Differentiable metric; one that compares with a clean run is given the prompt's own logits."""
+    """Differentiable metric; if it compares with a clean run, the prompt's run is the clean one."""
     baseline: tuple[int, ...] = ()
-    """As many token ids as the prompt has; empty for embeddings of zero."""
+    """Token ids of the baseline, as many as the prompt has; empty for embeddings of zero."""
     steps: int = 32
-    """Number of Gauss-Legendre nodes."""
+    """Number of Gauss-Legendre nodes at which gradients are taken."""
     at: int = -1
-    """Position whose next-token logits are read; negative counts from the end."""
+    """Position whose next-token logits the metric reads; negative ones count from the end."""
     exact: bool = True
-    """Whether a run per position measures the metric with that embedding replaced."""
+    """Whether to compare with exact runs, each with the embedding of one position replaced."""
 
     name: ClassVar[str] = "integrated_gradients"
     version: ClassVar[int] = 1
@@ -113,22 +113,22 @@ class IntegratedGradients(Experiment):
         """One cell.
 
         Raises:
-            PromptError: for an empty prompt, or a baseline of another length.
-            StageError: for fewer than one step, or a metric without gradient.
-            ConfigError: for a model without gradients.
+            PromptError: The prompt is empty, or the baseline has another length.
+            StageError: `steps` is below 1, or the metric has no gradient.
+            ConfigError: The model has no gradients.
         """
         config.require_gradients()
         objective_of(self.metric)
         check_metrics((self.metric,), config.vocab_size)
         if not self.prompt:
-            raise PromptError(f"{self.name}: expected a prompt, found no tokens")
+            raise PromptError(f"{self.name}: expected a prompt of at least one token, found none")
         if self.baseline and len(self.baseline) != len(self.prompt):
             raise PromptError(
-                f"{self.name}: expected a baseline of {len(self.prompt)} tokens, as the prompt has, found "
-                f"{len(self.baseline)}; give another, or none for embeddings of zero"
+                f"{self.name}: expected a baseline of {len(self.prompt)} tokens, the length of the prompt, "
+                f"found {len(self.baseline)}; give another baseline, or leave it out for embeddings of zero"
             )
         if self.steps < 1:
-            raise StageError(f"{self.name}: expected at least one step, found {self.steps}")
+            raise StageError(f"{self.name}: expected steps to be at least 1, found {self.steps}")
         in_range(f"{self.name}, at", "position", (self.at,), len(self.prompt))
         return [{"part": "whole"}]
 
@@ -138,7 +138,7 @@ class IntegratedGradients(Experiment):
         return Logits((self.at,), required_tokens((self.metric,)))
 
     def prepare(self, model: Model) -> GradientPath:
-        """Gradients at every step, and logits at both ends of the path."""
+        """Gradients and logits at every step, and logits at both ends of the path."""
         import torch
 
         ids = torch.tensor([self.prompt, self.baseline or self.prompt], device=model.device)
@@ -166,7 +166,7 @@ class IntegratedGradients(Experiment):
         return GradientPath(start, end, baseline, prompt, along, total, labels)
 
     def runs(self, prepared: GradientPath, cell: CellLabels) -> Sequence[Run]:
-        """One run per position, its embedding replaced by the baseline's; none unless `exact`."""
+        """One run per position with its embedding replaced by the baseline's; no runs unless `exact`."""
         if not self.exact:
             return []
         point, length = HookPoint("embed"), len(self.prompt)
@@ -174,18 +174,18 @@ class IntegratedGradients(Experiment):
         return [Run(self.prompt, HookSpec().intervene(point, change), self.want) for change in changes]
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
-        """The runs with zeros in place of the baseline embedding."""
+        """The runs with zeros in place of the baseline's embedding, for planning."""
         width = config.axis_sizes["hidden"]
         changes = [Replace(np.zeros(width, np.float32), positions=(at,)) for at in range(len(self.prompt))]
         specs = [HookSpec().intervene("hook_embed", change) for change in changes if self.exact]
         return [Run(self.prompt, spec, self.want) for spec in specs]
 
     def measure(self, prepared: GradientPath, cell: CellLabels, result: HookCache) -> float:
-        """Metric of one run."""
+        """Value of the metric in one run."""
         return self._read(as_vector(result.logits), prepared.prompt)
 
     def dataset(self, prepared: GradientPath, cell: CellLabels, measured: Sequence[float]) -> xr.Dataset:
-        """Attribution by position, the quadrature gap, and the metric at every step."""
+        """Attribution [position], the quadrature error `gap`, and the metric at every step."""
         import xarray as xr
 
         moved = prepared.end.double() - prepared.start.double()
@@ -215,14 +215,14 @@ class IntegratedGradients(Experiment):
         return float(read_metrics((self.metric,), logits, clean)[0])
 
     def _logits(self, model: Model, embedding: Tensor) -> Floats:
-        """Logits of a run whose embedding is replaced by `embedding` [position, hidden]."""
+        """Logits of a run with the embeddings `embedding` [position, hidden], for the metric's tokens."""
         spec = model.bind(HookSpec().intervene("hook_embed", Replace(embedding)))
         logits, _ = model.run_batch([self.prompt], spec, self.want)
         assert logits is not None  # they are wanted
         return as_vector(logits)
 
     def _back(self, model: Model, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [step, 1, tokens], and gradients of the metric at embeddings [step, position, hidden]."""
+        """Logits [step, 1, tokens] and the metric's gradients [step, position, hidden] at `embeddings`."""
         point = HookPoint("embed")
         spec = HookSpec().intervene(point, Replace(embeddings)).capture(Capture(point, is_gradient=True).name)
         spec = spec.gradient_of(self.metric, at=self.at, baseline=self.prompt)

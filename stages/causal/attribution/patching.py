@@ -62,11 +62,13 @@ class AttributionPatching(ActivationPatching):
     """
 
     attention: Literal["slope", "anew"] = "slope"
-    """For queries and keys patched by head or by head and position: "slope" takes the gradient at the query
-    or key, "anew" recomputes attention weights and takes the gradient there (AtP*; attention.py).
+    """Estimate for queries and keys that are patched by head, or by head and position.
+
+    "slope" takes the gradient at the query or key; "anew" recomputes attention weights and takes the gradient
+    there (AtP*; attention.py).
     """
     dropout: bool = False
-    """Whether gradient dropout gives the size of an effect; its sign stays that of the full gradient."""
+    """Whether gradient dropout gives the size of an effect; the full gradient gives its sign."""
 
     name: ClassVar[str] = "attribution_patching"
     version: ClassVar[int] = 1
@@ -75,17 +77,17 @@ class AttributionPatching(ActivationPatching):
         """Check the fields against a model, as `ActivationPatching.check` does.
 
         Raises:
-            StageError: for what has no estimate: several layers patched together, aligned prompts, metrics
+            StageError: There is no estimate: for several layers patched together, aligned prompts, or metrics
                 without gradient.
-            ConfigError: for a model without a backward pass.
+            ConfigError: The model has no backward pass.
         """
         config.require_gradients()
         super().check(config)
         if self.window > 1 or self.align is not None:
-            found = f"window={self.window}" if self.window > 1 else "align=…"
+            found = f"window={self.window}" if self.window > 1 else "align=..."
             raise StageError(
-                f"{self.name}: expected window=1 and prompts of equal length, found {found}; what layers do "
-                "together, and aligned prompts, are for activation_patching"
+                f"{self.name}: expected window=1 and prompts of equal length without align, found {found}; "
+                "use activation_patching for windows of layers and for aligned prompts"
             )
         for metric in self.metrics:
             objective_of(plain(metric))
@@ -95,12 +97,12 @@ class AttributionPatching(ActivationPatching):
             )
         if self.dropout and config.num_layers < 2:
             raise StageError(
-                f"{self.name}: expected two or more layers for gradient dropout, found {config.num_layers}; "
-                "leave dropout out"
+                f"{self.name}: expected a model of at least two layers for gradient dropout, found "
+                f"{config.num_layers}; leave dropout out"
             )
 
     def prepare(self, model: Model) -> PreparedGrid:
-        """Clean and corrupted run in one batch with their activations, and one backward pass per metric."""
+        """Activations of both runs, and gradients of each metric in the corrupted run, in one batch."""
         points = [
             HookPoint(cell["kind"], cell["layer"]) for cell in AttributionPatching.cells(self, model.config)
         ]
@@ -129,24 +131,24 @@ class AttributionPatching(ActivationPatching):
         return PreparedGrid(model.config, clean, [corrupted], activations, labels)
 
     def runs(self, prepared: PreparedGrid, cell: CellLabels) -> Sequence[Run]:
-        """None: `prepare` computed all that is needed."""
+        """No runs: `prepare` computes all that the estimates need."""
         return []
 
     def sketch(self, config: Architecture, cell: CellLabels) -> None:  # type: ignore[override]
-        """None: forward and backward passes of `prepare` are not runs that a plan counts."""
+        """None, because the passes of `prepare` are not runs that a plan counts."""
 
     def dataset(self, prepared: PreparedGrid, cell: CellLabels, measured: Sequence[Floats]) -> xr.Dataset:
-        """Estimates of one hook point, in the form in which patching reports its runs."""
+        """Estimates of one hook point, in the form of the results of `ActivationPatching`."""
         numbers = self.estimates(prepared, cell["kind"], cell["layer"])
         return super().dataset(prepared, cell, list(numbers))
 
     def estimates(self, prepared: PreparedGrid, kind: str, layer: int) -> Floats:
-        """Estimated metrics of each place of a hook point, not rescaled: float64 [place, metric].
+        """Estimated metrics of patching each place of a hook point, not rescaled, float64 [place, metric].
 
         Arguments:
-            prepared: what `prepare` returned.
-            kind: hook kind.
-            layer: layer number.
+            prepared: Result of `prepare`.
+            kind: Kind of the hook point.
+            layer: Layer of the hook point.
         """
         point = HookPoint(kind, layer)
         base = read_metrics(self.metrics, prepared.unpatched[0], prepared.clean)
@@ -163,17 +165,15 @@ class AttributionPatching(ActivationPatching):
     def _effects(
         self, config: Architecture, activations: Mapping[Any, Any], number: int, point: HookPoint
     ) -> Floats:
-        """First-order effect of each place of a hook point on metric `number`, float64 [place]."""
+        """First-order effect of patching each place of a hook point on metric `number`, float64 [place]."""
         effects = recomputed_effects_of if self._is_anew(point.kind) else effects_of
         return at_places(effects(activations, number, point), point, self.places(config, point.kind))
 
     def _sizes(
         self, model: Model, points: Sequence[HookPoint], activations: Mapping[Any, Any]
     ) -> dict[Any, Floats]:
-        """Size of each place's effect under gradient dropout, by metric and hook point.
-
-        Holds the gradients of one dropped layer at a time.
-        """
+        """Size of effects by gradient dropout, float64 [place], by ("size", metric, hook point)."""
+        # Only the gradients of one dropped layer are in memory at a time.
         patched = [point for point in points if point.kind in self.kinds]
         sizes: dict[Any, Floats] = {}
         for number, metric in enumerate(self.metrics):
@@ -204,14 +204,14 @@ class AttributionPatching(ActivationPatching):
         """One backward pass from a metric of the corrupted run; the clean run is the other row of the batch.
 
         Arguments:
-            model: the model.
-            metric: metric that is differentiated.
-            points: hook points of the gradients.
-            with_activations: whether activations at the points are captured along with the gradients.
-            dropped: layer whose gradient is dropped, residual stream kept; None for the full gradient.
+            model: The model.
+            metric: Metric that is differentiated.
+            points: Hook points at which gradients are taken.
+            with_activations: Whether activations at these points are captured along with the gradients.
+            dropped: Layer whose gradient is dropped, except along the residual stream; None for none.
 
         Returns:
-            Wanted logits of both runs [2, 1, tokens], and the captures [2, ...].
+            (logits of both runs [2, 1, tokens], captured activations and gradients [2, ...]).
         """
         hooks = HookSpec().capture(*(Capture(point, is_gradient=True).name for point in points))
         hooks = hooks.capture(*points if with_activations else ())
@@ -221,16 +221,16 @@ class AttributionPatching(ActivationPatching):
 
 
 def plain(metric: Metric) -> Metric:
-    """The metric that is differentiated: the inner one of a `Recovery`, else the metric itself."""
+    """The metric that can be differentiated: the metric inside a `Recovery`, else the metric itself."""
     return metric.of if isinstance(metric, Recovery) else metric
 
 
 def cotangent_of_pair(metric: Metric, want: Logits) -> Cotangent:
-    """Cotangent of a metric of the corrupted run at the logits [2, 1, tokens] of the clean and corrupted run.
+    """Function from the logits [2, 1, tokens] of clean and corrupted run to the metric's gradient there.
 
     Arguments:
-        metric: metric that is differentiated.
-        want: which logits these are.
+        metric: Metric of the corrupted run that is differentiated.
+        want: Which logits these are.
     """
 
     def cotangent(logits: Tensor) -> Tensor:
@@ -249,12 +249,12 @@ def cotangent_of_pair(metric: Metric, want: Logits) -> Cotangent:
 
 
 def effects_of(activations: Mapping[Any, Tensor], number: int, point: HookPoint) -> Floats:
-    """First-order effect of each entry of the clean activation on a metric.
+    """First-order effect on a metric of patching each entry of the clean activation at a hook point.
 
     Arguments:
-        activations: activations and gradients of `AttributionPatching.prepare`.
-        number: number of the metric.
-        point: hook point.
+        activations: Activations and gradients from `AttributionPatching.prepare`.
+        number: Index of the metric.
+        point: The hook point.
 
     Returns:
         float64, with the shape of the activation without its batch axis.
@@ -265,14 +265,14 @@ def effects_of(activations: Mapping[Any, Tensor], number: int, point: HookPoint)
 
 
 def recomputed_effects_of(activations: Mapping[Any, Any], number: int, point: HookPoint) -> Floats:
-    """Effects of clean queries or keys through recomputed attention weights, float64 [head, position, 1].
+    """Effects of clean queries or keys, with recomputed attention weights, float64 [head, position, 1].
 
     Arguments:
-        activations: activations, gradients and recomputed attention of `AttributionPatching.prepare`.
-        number: number of the metric.
-        point: hook point of queries or keys.
+        activations: Activations, gradients and recomputed attention from `AttributionPatching.prepare`.
+        number: Index of the metric.
+        point: Hook point of the queries or keys.
     """
-    # The axis of length 1 takes the place of d_head, so that `at_places` treats both kinds of effects alike.
+    # The axis of length 1 stands for d_head, so that `at_places` treats both kinds of effects alike.
 
     def attention(name: tuple[Any, ...], kind: str) -> Floats:
         values: Floats = activations[(*name, HookPoint(kind, point.layer))].double().cpu().numpy()
@@ -287,12 +287,12 @@ def recomputed_effects_of(activations: Mapping[Any, Any], number: int, point: Ho
 
 
 def at_places(effects: Floats, point: HookPoint, places: Sequence[GridPlace]) -> Floats:
-    """Effects of activation entries summed over what each place patches, float64 [place].
+    """Effect of each place, float64 [place]: effects of single entries, summed over what the place patches.
 
     Arguments:
-        effects: one per entry, [axes of the hook point without batch].
-        point: the hook point.
-        places: places, all with the same indexed axes.
+        effects: Effect of each entry, with the axes of the hook point except the batch.
+        point: The hook point.
+        places: The places, which all index the same axes.
     """
     first = places[0]
     axes = {head_axis(point.dims): "head", "position": "position", "query_position": "position"}

@@ -35,7 +35,7 @@ STREAM = ("layer", "token", "hidden")
 HEADS = ("layer", "token", "head|kv_head", "d_head")
 NEURONS = ("layer", "token", "mlp")
 _WITHIN = ("hidden", "d_head")
-"""Axes summed over: one score covers all their entries."""
+"""Axes over which the products are summed."""
 _OUTPUT = {
     "attribution": Output(
         ("layer", "token", "head|kv_head|mlp?"), "as the metric", "first-order effect on the metric"
@@ -57,18 +57,19 @@ def _forms(name: str, *inputs: str) -> dict[str, Mapping[str, tuple[str, ...] | 
     memory=0.5,
 )
 def patch_attribution(clean: xr.DataArray, corrupted: xr.DataArray, gradient: xr.DataArray) -> xr.DataArray:
-    """Estimated effect of patching each clean activation into the corrupted run.
+    """Attribution patching: estimated effect on a metric of patching clean activations into a corrupted run.
 
     Arguments:
-        clean: activations [layer, token, ...] of the clean prompts, concatenated along token.
-        corrupted: activations of the corrupted prompts, of equal token counts and in the same order.
-        gradient: gradient of the metric in the corrupted run, same shape.
+        clean: Activations [layer, token, ...] of the clean prompts, concatenated along token.
+        corrupted: Activations of the corrupted prompts, same shape, prompts in the same order.
+        gradient: Gradient of the metric in the corrupted run, same shape.
 
     Returns:
-        float64 [layer, token], followed by [head] or [mlp] where the activation has that axis.
+        float64 [layer, token], or [layer, token, head] or [layer, token, mlp] if the activation has that
+        axis.
 
     Raises:
-        ShapeError: for arrays of different sizes, layers or positions.
+        ShapeError: The arrays have different sizes, layers or positions.
     """
     return _contracted(gradient, {"clean": clean, "corrupted": corrupted})
 
@@ -81,23 +82,24 @@ def patch_attribution(clean: xr.DataArray, corrupted: xr.DataArray, gradient: xr
     memory=0.5,
 )
 def gradient_attribution(activation: xr.DataArray, gradient: xr.DataArray) -> xr.DataArray:
-    """Gradient times activation: first-order share of each activation in a metric.
+    """Gradient times activation: the estimated decrease of a metric if the activation were zero.
 
     Arguments:
-        activation: [layer, token, ...].
-        gradient: gradient of the metric in the same run, same shape.
+        activation: Activations [layer, token, ...].
+        gradient: Gradient of the metric in the same run, same shape.
 
     Returns:
-        float64 [layer, token], followed by [head] or [mlp] where the activation has that axis.
+        float64 [layer, token], or [layer, token, head] or [layer, token, mlp] if the activation has that
+        axis.
 
     Raises:
-        ShapeError: for arrays of different sizes, layers or positions.
+        ShapeError: The arrays have different sizes, layers or positions.
     """
     return _contracted(gradient, {"activation": activation})
 
 
 def _contracted(gradient: xr.DataArray, activations: Mapping[str, xr.DataArray]) -> xr.DataArray:
-    """gradient . (first activation - second, if there is one), summed over the axes of `_WITHIN`."""
+    """Gradient times the first activation, or times the difference of two, summed over the axes `_WITHIN`."""
     import xarray as xr
 
     for name, array in activations.items():

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 __all__ = ["Ablation"]
 
 METHODS = ("zero", "mean", "resample")
-"""Values of `Ablation.how`."""
+"""Ways to replace an activation, the values of `Ablation.how`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ablation(Grid):
-    """A prompt with one place (head, MLP, position) ablated per run.
+    """Ablates one place (a head, an MLP, a position) of a prompt per run.
 
     A head is kind z with over="head", an MLP is kind mlp_out with over="layer".
     """
@@ -48,15 +48,15 @@ class Ablation(Grid):
     tokens: tuple[int, ...]
     """Token ids of the prompt."""
     how: str = "zero"
-    """"zero", "mean" over the references, or "resample" from one reference for each sample."""
+    """What replaces an activation: "zero", its "mean" over references, or "resample": its value in one."""
     references: tuple[tuple[int, ...], ...] = ()
-    """Token ids of reference prompts; of the prompt's length for "resample" and for means by position."""
+    """Token ids of reference prompts, of the prompt's length for "resample" and `per_position`."""
     per_position: bool = False
     """Whether means are taken position by position instead of over all positions of all references."""
     samples: int = 1
-    """Number of references drawn for "resample"; each place gets the same ones."""
+    """Number of references that are drawn for "resample", the same for every place."""
     seed: int = 0
-    """Seed of the drawn references."""
+    """Seed of the draw of references."""
 
     name: ClassVar[str] = "ablation"
     version: ClassVar[int] = 1
@@ -69,50 +69,55 @@ class Ablation(Grid):
 
     @property
     def num_samples(self) -> int:
-        """Number of references drawn; 1 for zero and mean."""
+        """Number of references that are drawn; 1 for "zero" and "mean"."""
         return self.samples
 
     def check(self, config: Architecture) -> None:
         """Check the fields against a model, as `Grid.check` does.
 
         Raises:
-            StageError: for an unknown method, or references, samples or per_position that do not fit it.
-            PromptError: for references of another length than the prompt, where lengths must agree.
+            StageError: The method is unknown, or references, samples or per_position do not fit it.
+            PromptError: A reference must have the length of the prompt, and has another.
         """
         super().check(config)
         if self.how not in METHODS:
             near = nearest(self.how, METHODS)
-            hint = f"did you mean {near!r}?" if near else f"there are {', '.join(METHODS)}"
-            raise StageError(f"ablation: expected how to be a method of ablation, found {self.how!r}; {hint}")
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise StageError(
+                f"ablation: expected how to be one of {', '.join(METHODS)}, found {self.how!r}{hint}"
+            )
         if "pattern" in self.kinds:
             raise StageError(
-                "ablation: expected kinds of vectors, found 'pattern'; cut attention by knockout"
+                "ablation: expected hook points that hold vectors, found 'pattern'; cut attention edges with "
+                "EdgeKnockout"
             )
         if (self.how == "zero") == bool(self.references):
             found = f"{len(self.references)} references" if self.references else "no references"
             raise StageError(
-                f"ablation: zero takes no reference prompts, mean and resample some; found {self.how!r} with "
-                f"{found}"
+                "ablation: expected reference prompts for how='mean' and how='resample', and none for "
+                f"how='zero', found how={self.how!r} with {found}"
             )
         if self.samples < 1 or (self.samples > 1 and self.how != "resample"):
             raise StageError(
-                f"ablation: expected one sample, or several of 'resample', found {self.samples} of "
-                f"{self.how!r}"
+                f"ablation: expected samples=1, or more with how='resample', found samples={self.samples} "
+                f"with how={self.how!r}"
             )
         if self.per_position and self.how != "mean":
-            raise StageError(f"ablation: per_position is a way to take the mean, found it with {self.how!r}")
+            raise StageError(
+                f"ablation: expected per_position only with how='mean', found it with how={self.how!r}"
+            )
         # Both take activations position by position, so lengths must agree.
         if self.how == "resample" or self.per_position:
             for reference in self.references:
                 if len(reference) != len(self.tokens):
                     raise PromptError(
-                        f"ablation: expected references of {len(self.tokens)} tokens, as the prompt has, "
-                        f"found one of {len(reference)}; choose references of that length, or the mean over "
-                        "all positions"
+                        f"ablation: expected reference prompts of {len(self.tokens)} tokens, the length of "
+                        f"the prompt, found one of {len(reference)}; choose references of that length, or "
+                        "the mean over all positions"
                     )
 
     def drawn(self) -> list[int]:
-        """Reference index of each sample."""
+        """Index of the reference that is drawn for each sample."""
         return [
             # Seeded per sample: sample s is the same however many are drawn.
             int(np.random.default_rng([self.seed, sample]).integers(len(self.references)))
@@ -120,7 +125,7 @@ class Ablation(Grid):
         ]
 
     def prepare(self, model: Model) -> PreparedGrid:
-        """Unablated run, and the activations that replace those of the prompt, by (sample, hook point)."""
+        """Result of the unablated run, and the replacing activations by (sample, hook point)."""
         # The unablated run takes the place of a clean run in metrics that compare with one.
         ((_, clean),) = stream(model, [Run(self.tokens, None, self.want)])
         points = self.points(model.config)
@@ -138,12 +143,12 @@ class Ablation(Grid):
         return PreparedGrid(model.config, as_vector(clean.logits), [], replacements, tokens)
 
     def _means(self, model: Model, points: Sequence[HookPoint]) -> dict[Any, Tensor]:
-        """Mean activations by (0, hook point), expanded over the positions of the prompt."""
+        """Mean activations, expanded over the positions of the prompt, by (sample 0, hook point)."""
         means = mean_activations(model, points, self.references, per_position=self.per_position)
         return {(0, point): mean.expand(self._shape(mean, point)) for point, mean in means.items()}
 
     def _shape(self, total: Tensor, point: HookPoint) -> tuple[int, ...]:
-        """Shape of the prompt's activation, from that of a mean with one position."""
+        """Shape of the prompt's activation at a hook point, from a mean that has one position."""
         # expand makes a view: a mean is stored once, however long the prompt.
         shape = list(total.shape)
         shape[position_axis(point)] = len(self.tokens)
@@ -158,7 +163,7 @@ class Ablation(Grid):
         place: GridPlace,
         sample: int,
     ) -> HookSpec:
-        """Ablate the place in every layer of the window."""
+        """Add to `spec` the intervention that ablates a place in some layers, with the values of a sample."""
         for layer in layers:
             point = HookPoint(kind, layer)
             if self.how == "zero":

@@ -60,37 +60,38 @@ Way = tuple[Positions, Positions]
 
 @dataclass(frozen=True)
 class PreparedLines:
-    """Unpatched runs of prompt and donor."""
+    """Results of the prompt and the donor, run without patches."""
 
     prompt_states: npt.NDArray[np.float32]
     """Residual states of the prompt, [layer + 1, position, hidden]; entry 0 is the input of layer 0."""
     patch_states: npt.NDArray[np.float32]
-    """States that are patched in, of the donor or of the random control, same shape."""
+    """States that are patched in, the donor's or those of the random control, same shape."""
     logits: Floats
-    """Logits of prompt and donor at the read positions and the last one, float64 [run, position, vocab]."""
+    """Logits of prompt and donor at the positions `read` and the last, float64 [run, position, vocab]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinePatching(Experiment):
-    """Donor residual states patched into a prompt: at one place per layer, and by ways in all layers.
+    """Patches residual states of a donor into a prompt: at one place and layer per run, or in all layers.
 
     Raises:
-        PromptError: for prompts of different lengths.
-        StageError: without groups, with ways but no places, or for positions outside the prompt.
+        PromptError: Prompt and donor have different lengths.
+        StageError: There are no groups, there are ways but no places, or a position is outside the prompt.
     """
 
     prompt: Positions
-    """Token ids."""
+    """Token ids of the prompt."""
     donor: Positions
-    """Token ids of the donor, equal in number to those of the prompt."""
+    """Token ids of the donor, as many as the prompt has."""
     places: tuple[Positions, ...]
-    """Sets of positions patched together; empty for the unpatched runs of prompt and donor alone."""
+    """Sets of positions; those of a set are patched together, in one layer per run. Empty for the unpatched
+    runs of prompt and donor alone."""
     groups: tuple[tuple[int, ...], ...]
-    """Sets of token ids whose probabilities at the last position are summed."""
+    """Sets of token ids whose probabilities as next token of the prompt are summed."""
     read: Positions
-    """Positions before the last, ascending, at which next-token distributions are compared."""
+    """Positions before the last, ascending, at which next-token distributions are compared as well."""
     ways: tuple[Way, ...] = ()
-    """Patches in every layer; see `Way`."""
+    """Patches in every layer at once: (positions with the donor's states, positions with the prompt's)."""
     seed: int | None = None
     """Seed of random directions that replace the donor's difference; None for the donor's states."""
 
@@ -121,19 +122,23 @@ class LinePatching(Experiment):
         if len(self.prompt) != len(self.donor):
             raise PromptError(
                 f"{self.name}: expected a prompt and a donor of equal length, found {len(self.prompt)} and "
-                f"{len(self.donor)} tokens; choose others"
+                f"{len(self.donor)} tokens; choose another donor"
             )
         sets = {"groups": self.groups}
         if self.places or self.ways:
             sets |= {"places": self.places, "ways": tuple(changed for changed, _ in self.ways) or ((0,),)}
         for name, entries in sets.items():
             if not entries or not all(entries):
-                raise StageError(f"{self.name}: expected {name} of at least one each, found {entries}")
-        positions = [*self.read, *(at for place in self.places for at in place)]
-        positions += [at for way in self.ways for part in way for at in part]
-        if outside := [at for at in positions if not 0 <= at < len(self.prompt)]:
+                raise StageError(
+                    f"{self.name}: expected at least one entry in {name}, and no empty entries, found "
+                    f"{entries}"
+                )
+        positions = [*self.read, *(position for place in self.places for position in place)]
+        positions += [position for way in self.ways for part in way for position in part]
+        if outside := [position for position in positions if not 0 <= position < len(self.prompt)]:
             raise StageError(
-                f"{self.name}: expected positions in 0..{len(self.prompt) - 1}, found {outside[0]}"
+                f"{self.name}: expected positions from 0 to {len(self.prompt) - 1}, as the prompt has "
+                f"{len(self.prompt)} tokens, found {outside[0]}"
             )
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
@@ -143,23 +148,23 @@ class LinePatching(Experiment):
         return {name: output for name, output in self.outputs.items() if self.ways or not output.is_optional}
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell. Raises PromptError for a token id outside the vocabulary."""
+        """One cell; PromptError if a token id is outside the vocabulary."""
         tokens = (*self.prompt, *self.donor, *(token for group in self.groups for token in group))
         if outside := [token for token in tokens if not 0 <= token < config.vocab_size]:
             raise PromptError(
-                f"{self.name}: expected token ids in 0..{config.vocab_size - 1}, found {outside[0]}"
+                f"{self.name}: expected token ids from 0 to {config.vocab_size - 1}, found {outside[0]}"
             )
         return [{"layers": config.num_layers}]
 
     @property
     def want(self) -> Logits:
-        """Logits of the whole vocabulary, at the read positions and the last one."""
+        """Logits of the whole vocabulary at the positions `read` and at the last one."""
         return Logits((*self.read, len(self.prompt) - 1))
 
     # -- runs
 
     def prepare(self, model: Model) -> PreparedLines:
-        """Unpatched runs of prompt and donor with all residual states."""
+        """Results of prompt and donor without patches, with all residual states."""
         layers = range(model.config.num_layers)
         points = [HookPoint("resid_pre", 0), *(HookPoint("resid_post", layer) for layer in layers)]
         runs = [Run(ids, HookSpec().capture(*points), self.want) for ids in (self.prompt, self.donor)]
@@ -178,7 +183,7 @@ class LinePatching(Experiment):
         )
 
     def runs(self, prepared: PreparedLines, cell: CellLabels) -> Sequence[Run]:
-        """One run per layer and place, places fastest; then one per way."""
+        """One run per layer and place (places fastest), then one run per way."""
         specs = [
             HookSpec().intervene(
                 HookPoint("resid_post", layer),
@@ -189,12 +194,12 @@ class LinePatching(Experiment):
             for layer in range(cell["layers"])
             for place in self.places
         ]
-        specs += [self._spec(prepared, way, cell["layers"]) for way in self.ways]
+        specs += [self._in_all_layers(prepared, way, cell["layers"]) for way in self.ways]
         return [Run(self.prompt, spec, self.want) for spec in specs]
 
     @staticmethod
-    def _spec(prepared: PreparedLines, way: Way, layers: int) -> HookSpec:
-        """Interventions of one way: changed positions from the donor, fixed ones from the prompt."""
+    def _in_all_layers(prepared: PreparedLines, way: Way, layers: int) -> HookSpec:
+        """Intervention that patches a way in every layer: some positions changed, others fixed."""
         changed, fixed = way
         spec = HookSpec()
         for layer in range(layers):
@@ -207,7 +212,7 @@ class LinePatching(Experiment):
         return spec
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
-        """The runs with constants for states."""
+        """The runs with constants in place of states, for planning."""
         shape = (config.num_layers + 1, len(self.prompt), config.axis_sizes["hidden"])
         # A constant of its own for each donor and seed: a plan would otherwise merge runs that will differ.
         constant = 1 + int(digest("line_patching", list(self.donor), self.seed)[:5], 16)
@@ -219,27 +224,27 @@ class LinePatching(Experiment):
     def measure(
         self, prepared: PreparedLines, cell: CellLabels, result: HookCache
     ) -> tuple[Floats, int, Floats]:
-        """Group probabilities and most likely token at the last position, and KL at each read position."""
+        """(group probabilities and most likely token after the prompt, KL at each position of `read`)."""
         logits = read_logits(result)
-        return (*self._end(logits[-1]), kl_divergence(prepared.logits[0, :-1], logits[:-1]))
+        return (*self._next_token(logits[-1]), kl_divergence(prepared.logits[0, :-1], logits[:-1]))
 
-    def _end(self, logits: Floats) -> tuple[Floats, int]:
-        """Probability of every group, float64 [group], and the most likely token, from logits [vocab]."""
+    def _next_token(self, logits: Floats) -> tuple[Floats, int]:
+        """(probability of every group, float64 [group]; most likely token), from logits [vocab]."""
         probability = np.exp(log_softmax(logits))
         return np.array([probability[list(group)].sum() for group in self.groups]), int(logits.argmax())
 
     def _mean(self, values: Floats, start: int, fixed: Positions = ()) -> float:
-        """Mean over read positions from `start` on, without those in `fixed`; NaN if none is left."""
-        indices = [i for i, at in enumerate(self.read) if at >= start and at not in fixed]
+        """Mean of values [read position] from `start` on, without positions `fixed`; NaN if none is left."""
+        indices = [i for i, position in enumerate(self.read) if position >= start and position not in fixed]
         return float(values[indices].mean()) if indices else float("nan")
 
     def dataset(
         self, prepared: PreparedLines, cell: CellLabels, measured: Sequence[tuple[Floats, int, Floats]]
     ) -> xr.Dataset:
-        """All outputs."""
+        """Probabilities, KL divergences and most likely tokens of all runs, patched and unpatched."""
         import xarray as xr
 
-        unpatched = [self._end(logits[-1]) for logits in prepared.logits]
+        unpatched = [self._next_token(logits[-1]) for logits in prepared.logits]
         donor_kl = kl_divergence(prepared.logits[0, :-1], prepared.logits[1, :-1])
         variables: dict[str, Any] = {
             "unpatched": np.array([probability for probability, _ in unpatched]),

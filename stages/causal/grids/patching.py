@@ -69,8 +69,9 @@ class ActivationPatching(Grid):
     corrupted: tuple[int, ...]
     """Token ids of the corrupted prompt."""
     align: tuple[int, ...] | None = None
-    """For every corrupted position, the clean position whose activation is patched there (`align_ends` makes
-    one); None for prompts of equal length.
+    """For every corrupted position, the clean position whose activation is patched in (see `align_ends`).
+
+    None for prompts of equal length.
     """
 
     name: ClassVar[str] = "activation_patching"
@@ -88,18 +89,18 @@ class ActivationPatching(Grid):
         """Check the fields as `Grid.check` does.
 
         Raises:
-            StageError: for attention patterns of aligned prompts.
+            StageError: Attention patterns cannot be patched between aligned prompts.
         """
         super().check(config)
         # The key axis of a clean pattern counts clean positions: rows cannot be moved between prompts.
         if self.align is not None and "pattern" in self.kinds:
             raise StageError(
-                "activation_patching: expected prompts of equal length to patch the pattern, found align=…; "
-                "patch z instead, or choose other prompts"
+                "activation_patching: expected prompts of equal length for patching attention patterns, "
+                "found aligned prompts (align); patch z instead, or choose other prompts"
             )
 
     def prepare(self, model: Model) -> PreparedGrid:
-        """Both runs unpatched, with the clean activations."""
+        """Results of the clean and the corrupted run without patches, with the clean activations."""
         return pair_of_runs(self, model, self.points(model.config))
 
     def change(
@@ -111,7 +112,10 @@ class ActivationPatching(Grid):
         place: GridPlace,
         sample: int,
     ) -> HookSpec:
-        """The place replaced by its clean activation; of an attention edge, the weight alone."""
+        """Add to `spec` the patch of a place by its clean activation, in some layers.
+
+        Of an attention edge only its own weight is replaced.
+        """
         for layer in layers:
             point = HookPoint(kind, layer)
             value = part_of(prepared.activations["clean", point], point, place)
@@ -134,7 +138,7 @@ class DonorPatching(ActivationPatching):
     """
 
     donor: tuple[int, ...]
-    """Token ids, as many as the clean prompt has, unrelated to it."""
+    """Token ids of an unrelated prompt, as many as the clean prompt has."""
 
     name: ClassVar[str] = "donor_patching"
     version: ClassVar[int] = 1
@@ -144,20 +148,20 @@ class DonorPatching(ActivationPatching):
         check_lengths(self.donor, self.clean, None)
 
     def prepare(self, model: Model) -> PreparedGrid:
-        """Both runs unpatched, with the donor's activations in place of the clean ones."""
+        """Results of both runs without patches, with the donor's activations in place of the clean ones."""
         return pair_of_runs(self, model, self.points(model.config), self.donor)
 
 
 def pair_of_runs(
     grid: ActivationPatching, model: Model, points: Sequence[HookPoint], donor: tuple[int, ...] = ()
 ) -> PreparedGrid:
-    """Clean and corrupted run without patches, and activations by (run, hook point).
+    """Results of the clean and the corrupted run without patches, with activations by (run, hook point).
 
     Arguments:
-        grid: the patching grid.
-        model: the model.
-        points: hook points whose clean activations are captured.
-        donor: token ids of a prompt whose activations replace the clean ones; empty for none.
+        grid: The patching grid.
+        model: The model.
+        points: Hook points whose clean activations are captured.
+        donor: Token ids of a prompt whose activations replace the clean ones; empty for none.
     """
     # The clean run is read where `at` of the corrupted prompt is aligned to.
     align = grid.align or tuple(range(len(grid.clean)))
@@ -188,37 +192,40 @@ def check_lengths(clean: Sequence[int], corrupted: Sequence[int], align: Sequenc
     """Check that positions of two prompts correspond.
 
     Arguments:
-        clean: token ids of the clean prompt.
-        corrupted: token ids of the corrupted prompt.
-        align: clean position of each corrupted one; None for prompts of equal length.
+        clean: Token ids of the clean prompt.
+        corrupted: Token ids of the corrupted prompt.
+        align: Clean position of each corrupted one; None for prompts of equal length.
 
     Raises:
-        PromptError: for an empty prompt, different lengths without `align`, or an invalid `align`.
+        PromptError: A prompt is empty, lengths differ without `align`, or `align` is invalid.
     """
     if not clean or not corrupted:
-        raise PromptError("activation patching: expected two prompts, found an empty one")
+        raise PromptError(
+            "activation patching: expected a clean and a corrupted prompt of at least one token, found an "
+            "empty one"
+        )
     if align is None and len(clean) != len(corrupted):
         raise PromptError(
             "activation patching: expected a clean and a corrupted prompt of equal length, found "
-            f"{len(clean)} and {len(corrupted)} tokens; choose others, or say which positions correspond: "
-            "align=align_ends(clean, corrupted)"
+            f"{len(clean)} and {len(corrupted)} tokens; choose other prompts, or say which positions "
+            "correspond: align=align_ends(clean, corrupted)"
         )
     if align is not None and (len(align) != len(corrupted) or not all(0 <= i < len(clean) for i in align)):
         raise PromptError(
-            f"activation patching: expected align to name a clean position in 0..{len(clean) - 1} for each "
-            f"of {len(corrupted)} corrupted ones, found {list(align)}"
+            f"activation patching: expected align to hold a clean position from 0 to {len(clean) - 1} for "
+            f"each of the {len(corrupted)} corrupted positions, found {list(align)}"
         )
 
 
 def align_ends(clean: Sequence[int], corrupted: Sequence[int]) -> tuple[int, ...]:
-    """For every corrupted position, the corresponding clean one.
+    """For every position of the corrupted prompt, the corresponding position of the clean prompt.
 
     Common tokens at the start are aligned from the start, those at the end from the end. Positions in between
     are aligned in order; surplus ones repeat the last clean position of that span.
 
     Arguments:
-        clean: token ids of the clean prompt.
-        corrupted: token ids of the corrupted prompt.
+        clean: Token ids of the clean prompt.
+        corrupted: Token ids of the corrupted prompt.
     """
     start, end = common_ends(clean, corrupted)
     # Without tokens in between, surplus positions repeat the first common token at the end.
@@ -228,11 +235,11 @@ def align_ends(clean: Sequence[int], corrupted: Sequence[int]) -> tuple[int, ...
 
 
 def common_ends(prompt: Sequence[int], other_prompt: Sequence[int]) -> tuple[int, int]:
-    """Number of tokens that two prompts share at the start and at the end.
+    """(number of tokens that two prompts share at the start, number that they share at the end).
 
     Arguments:
-        prompt: token ids.
-        other_prompt: token ids.
+        prompt: Token ids of one prompt.
+        other_prompt: Token ids of the other prompt.
     """
     # The end is counted in what the start leaves over, so that no token counts for both.
     shorter = min(len(prompt), len(other_prompt))
@@ -243,13 +250,13 @@ def common_ends(prompt: Sequence[int], other_prompt: Sequence[int]) -> tuple[int
 
 @dataclass(frozen=True, kw_only=True)
 class PatchTable(Experiment):
-    """A list of places to patch: one number per row and metric, in the order of the rows.
+    """Activation patching of a list of places, given as a table with one row each.
 
     Rows of one kind and layer form a cell. The other fields are those of `ActivationPatching`.
 
     Raises:
-        StageError: without rows.
-        PromptError: as `ActivationPatching`.
+        StageError: There are no rows.
+        PromptError: A prompt is empty, or positions of the prompts do not correspond.
     """
 
     clean: tuple[int, ...]
@@ -259,11 +266,11 @@ class PatchTable(Experiment):
     index: tuple[TableRow, ...]
     """(hook kind, layer, position, head) of each row; None means all positions or heads."""
     metrics: tuple[Metric, ...]
-    """Metrics read from the logits of every run."""
+    """Metrics that are computed from the logits of every run."""
     align: tuple[int, ...] | None = None
     """Clean position of each corrupted one; None for prompts of equal length."""
     at: int = -1
-    """Position whose next-token logits are read; negative counts from the end."""
+    """Position whose next-token logits the metrics read; negative ones count from the end."""
 
     name: ClassVar[str] = "patch_table"
     version: ClassVar[int] = 1
@@ -272,7 +279,9 @@ class PatchTable(Experiment):
 
     def __post_init__(self) -> None:
         if not self.index:
-            raise StageError("patch_table: expected at least one (kind, layer, position, head), found none")
+            raise StageError(
+                "patch_table: expected at least one row (kind, layer, position, head) in index, found none"
+            )
         check_lengths(self.clean, self.corrupted, self.align)
 
     @property
@@ -291,25 +300,28 @@ class PatchTable(Experiment):
         )
 
     def params(self) -> dict[str, Any]:
-        """All fields but the rows, which label the cells."""
+        """Fields that enter the key of results: all except the rows, which are labels of cells."""
         fields = {name: value for name, value in vars(self).items() if name != "index"}
         return {**fields, "metrics": [metric.canonical() for metric in self.metrics]}
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """One array [index] per metric, by its name, and the metrics of the unpatched runs."""
+        """Declared outputs: one array [index] per metric, and the metrics of the unpatched runs."""
         return metric_outputs(self.metrics, ["index"], 1)
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell per kind and layer, labelled with its places.
+        """One cell per kind and layer, with its places as a label.
 
         Raises:
-            StageError: for a head of a kind without heads, or what `Grid.check` refuses.
-            InterventionError: for an index out of range.
+            StageError: A row names a head of a kind without heads, or `Grid.check` refuses a field.
+            InterventionError: An index is out of range.
         """
         self.grid.check(config)
         for kind, _, position, head in self.index:
             if head is not None and kind in HIDDEN_KINDS:
-                raise StageError(f"patch_table: {kind} has no heads, found head {head}; give None")
+                raise StageError(
+                    f"patch_table: expected None as the head of rows with kind {kind}, which has no heads, "
+                    f"found head {head}"
+                )
             in_range("patch_table", "head", None if head is None else (head,), num_heads(config, kind))
             in_range(
                 "patch_table", "position", None if position is None else (position,), len(self.corrupted)
@@ -320,18 +332,18 @@ class PatchTable(Experiment):
         ]
 
     def _rows(self) -> dict[tuple[str, int], list[int]]:
-        """Row numbers of each (kind, layer), which form a cell."""
+        """Numbers of the rows of each (kind, layer), which form a cell."""
         rows: dict[tuple[str, int], list[int]] = {}
         for row, (kind, layer, *_) in enumerate(self.index):
             rows.setdefault((kind, layer), []).append(row)
         return rows
 
     def prepare(self, model: Model) -> PreparedGrid:
-        """Both runs unpatched, with the clean activations of the rows' layers."""
+        """Results of both runs without patches, with the clean activations of the rows' layers."""
         return self.grid.prepare(model)
 
     def runs(self, prepared: PreparedGrid, cell: CellLabels) -> Sequence[Run]:
-        """One run per row of the cell."""
+        """One patched run per row of the cell."""
         grid, layers = self.grid, [cell["layer"] % prepared.config.num_layers]
         heads, length = num_heads(prepared.config, cell["kind"]), len(self.corrupted)
         places = [
@@ -342,11 +354,11 @@ class PatchTable(Experiment):
         return [Run(self.corrupted, spec, grid.want) for spec in specs]
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
-        """The runs with constant payloads in place of activations."""
+        """The runs with constants in place of activations, for planning."""
         return self.runs(PreparedGrid(config, np.zeros(0), [], self.grid.blank(config), {}), cell)
 
     def measure(self, prepared: PreparedGrid, cell: CellLabels, result: HookCache) -> Any:
-        """Every metric of one run, float64 [metric]."""
+        """All metrics of one run before rescaling, float64 [metric]."""
         return self.grid.measure(prepared, cell, result)
 
     def dataset(self, prepared: PreparedGrid, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
@@ -354,7 +366,7 @@ class PatchTable(Experiment):
         return metrics_of(prepared, self.metrics, np.array(measured)[:, None], ["index"])
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """All rows in the order of `index`, with kind, layer, position, head (-1 for all) as labels."""
+        """All rows in the order of `index`, with kind, layer, position and head (-1: all) as coordinates."""
         import xarray as xr
 
         # "minimal": the unpatched metrics, without the axis, are equal in all cells.
@@ -371,25 +383,29 @@ class PatchTable(Experiment):
 
 
 def block_every(**fields: Any) -> ActivationPatching:
-    """TransformerLens's `get_act_patch_block_every`: resid_pre, attn_out, mlp_out, [kind, layer, position].
+    """Patching of resid_pre, attn_out and mlp_out by position: [kind, layer, position].
+
+    This is TransformerLens's `get_act_patch_block_every`.
 
     Arguments:
-        fields: fields of `ActivationPatching` other than kinds and over.
+        fields: Fields of `ActivationPatching` other than `kinds` and `over`.
     """
     return ActivationPatching(kinds=("resid_pre", "attn_out", "mlp_out"), over="position", **fields)
 
 
 def head_all_pos_every(**fields: Any) -> ActivationPatching:
-    """TransformerLens's `get_act_patch_attn_head_all_pos_every`: z, q, k, v and pattern, [kind, layer, head].
+    """Patching of z, q, k, v and attention pattern by head, over all positions: [kind, layer, head].
 
-    NaN for key/value heads that a grouped-query model does not have (TransformerLens has zeros there).
+    This is TransformerLens's `get_act_patch_attn_head_all_pos_every`, but key/value heads that a
+    grouped-query model does not have are NaN, not 0.
     """
     return ActivationPatching(kinds=HEAD_KINDS, over="head", **fields)
 
 
 def head_by_pos_every(**fields: Any) -> ActivationPatching:
-    """TransformerLens's `get_act_patch_attn_head_by_pos_every`: [kind, layer, head, position].
+    """Patching of z, q, k, v and attention pattern by head and position: [kind, layer, head, position].
 
-    Positions of the pattern are queries; NaN as in `head_all_pos_every`.
+    This is TransformerLens's `get_act_patch_attn_head_by_pos_every`. Positions of the pattern are queries;
+    missing key/value heads are NaN.
     """
     return ActivationPatching(kinds=HEAD_KINDS, over="head_position", **fields)

@@ -64,54 +64,53 @@ OVER: Mapping[str, tuple[str, ...]] = {
     "head_position": ("head", "position"),
     "edge": ("head", "position", "key_position"),
 }
-"""Value of `Grid.over` -> axes along which each index gets its own run; other axes are changed as a whole."""
+"""By value of `Grid.over`, the axes along which each index gets a run; other axes are changed as a whole."""
 COMMON = {"kv_head": "head", "expert": "head", "query_position": "position"}
-"""Axis name of one hook kind -> common axis name, for stacking several kinds."""
+"""Common axis names under which results of several hook kinds are stacked, by the kinds' own names."""
 
 
 @dataclass(frozen=True)
 class GridPlace:
-    """Sub-array of an activation (position, head, key) that a run patches."""
+    """Part of an activation that a run changes, by position, head and key; None means the whole axis."""
 
     position: int | None = None
-    """Position, of the pattern the query position; None for all."""
+    """Position (of an attention pattern, the query position); None for all."""
     head: int | None = None
-    """Head index, or expert index for expert kinds; None for all."""
+    """Index of the head, or of the expert for expert kinds; None for all."""
     key: int | None = None
     """Key position of an attention edge; None for all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid(Experiment):
-    """One run per place of each hook point."""
+    """Base class of experiments that change one place of one hook point per run, over a grid of places."""
 
     kinds: tuple[str, ...]
     """Hook kinds to patch, from `KINDS`."""
     metrics: tuple[Metric, ...]
-    """Metrics read from the logits of every run; at least one."""
+    """Metrics that are computed from the logits of every run; at least one."""
     over: str = "position"
-    """"layer" (the whole activation), "position", "head" (all positions), "head_position", or "edge"
-    (attention pattern by head, query and key).
-    """
+    """What a run changes: "layer" (the whole activation), "position", "head" (all positions),
+    "head_position", or "edge" (attention pattern by head, query and key)."""
     layers: tuple[int, ...] | None = None
-    """Layers; None for all."""
+    """Layers of the grid; None for all."""
     positions: tuple[int, ...] | None = None
-    """Positions; None for all."""
+    """Positions of the grid; None for all."""
     heads: tuple[int, ...] | None = None
-    """Heads; None for all."""
+    """Heads of the grid; None for all."""
     window: int = 1
-    """Number of neighbouring layers changed together, centred on the labelled one."""
+    """Number of neighbouring layers that are changed together, centred on the layer of the cell."""
     at: int = -1
-    """Position whose next-token logits are read; negative counts from the end."""
+    """Position whose next-token logits the metrics read; negative ones count from the end."""
 
     outputs: ClassVar[Mapping[str, Output]] = outputs_along(
         "kind?", "layer", "head|kv_head|expert?", "position|query_position?", "key_position?"
     )
     reads_text: ClassVar[bool] = True
     has_corrupted: ClassVar[bool] = True
-    """Whether an unpatched run exists that differs from the clean one."""
+    """Whether there is a corrupted run, which differs from the clean run without any patch."""
     selects: ClassVar[tuple[str, ...]] = ("kinds", "layers")
-    """Fields that select cells and do not enter the key of a cell."""
+    """Fields that only select cells, and so do not enter a cell's key."""
 
     @property
     @abstractmethod
@@ -128,31 +127,31 @@ class Grid(Experiment):
         place: GridPlace,
         sample: int,
     ) -> HookSpec:
-        """`spec` with the interventions of one place added.
+        """The HookSpec `spec` with the interventions of one place added.
 
         Arguments:
-            spec: HookSpec of the unchanged run, from `base`.
-            prepared: what `prepare` returned.
-            kind: hook kind.
-            layers: layers of the window.
-            place: part of the activation.
-            sample: number of the sample, 0 unless `num_samples` exceeds 1.
+            spec: HookSpec before the place is changed, from `base`.
+            prepared: Result of `prepare`.
+            kind: Kind of the hook point.
+            layers: Layers in which the place is changed.
+            place: Part of the activation that is changed.
+            sample: Number of the sample, 0 unless `num_samples` exceeds 1.
         """
 
     @property
     def num_samples(self) -> int:
-        """Number of runs per place; their mean and standard deviation are reported."""
+        """Number of runs per place; results are their mean and standard deviation."""
         return 1
 
     # -- declaration
 
     def params(self) -> dict[str, Any]:
-        """All fields but those that select cells, so that a cell keeps its key in a larger grid."""
+        """Fields that enter the key of results: all except those that select cells (`selects`)."""
         fields = {name: value for name, value in vars(self).items() if name not in self.selects}
         return {**fields, "metrics": [metric.canonical() for metric in self.metrics]}
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """One array per metric, with the axes of the patched kinds."""
+        """Declared outputs: one array per metric, with the axes of the changed kinds of hook points."""
         dims = ["layer", *(name for name, _ in self.axes(config, self.kinds[0]))]
         if len(set(self.kinds)) > 1:
             dims = ["kind", *(COMMON.get(name, name) for name in dims)]
@@ -162,9 +161,9 @@ class Grid(Experiment):
         """One cell per kind and layer.
 
         Raises:
-            StageError: for an empty grid, unknown kinds, or kinds that do not fit `over`.
-            PromptError: for a metric's token outside the vocabulary.
-            InterventionError: for an index out of range.
+            StageError: The grid is empty, a kind is unknown, or a kind does not fit `over`.
+            PromptError: A metric's token is outside the vocabulary.
+            InterventionError: An index is out of range.
         """
         self.check(config)
         layers = range(config.num_layers) if self.layers is None else self.layers
@@ -175,10 +174,13 @@ class Grid(Experiment):
         return [{"kind": kind, "layer": layer, **edges} for kind in self.kinds for layer in numbers]
 
     def check(self, config: Architecture) -> None:
-        """Check the fields against a model; see `cells` for the errors."""
+        """Check that the fields fit a model; `cells` lists the errors."""
         check_metrics(self.metrics, config.vocab_size)
         if not self.has_corrupted and any(isinstance(metric, Recovery) for metric in self.metrics):
-            raise StageError(f"{self.name} has no corrupted run to recover from; use the metric itself")
+            raise StageError(
+                f"{self.name}: expected metrics other than Recovery, as there is no corrupted run to compare "
+                "with, found Recovery; use the metric inside it"
+            )
         if self.over not in OVER:
             raise StageError(
                 f"{self.name}: expected over to be one of {', '.join(OVER)}, found {self.over!r}"
@@ -195,23 +197,27 @@ class Grid(Experiment):
         in_range(self.name, "layer", self.layers, config.num_layers)
         in_range(self.name, "position", self.positions, len(self.prompt))
         if self.window < 1 or (self.over == "edge" and self.window > 1):
-            minimum = "1, as an edge is read from the run it changes" if self.over == "edge" else "at least 1"
-            raise StageError(f"{self.name}: expected a window of {minimum}, found {self.window}")
+            allowed_window = "window=1 with over='edge'" if self.over == "edge" else "a window of at least 1"
+            raise StageError(f"{self.name}: expected {allowed_window}, found window={self.window}")
         in_range(f"{self.name}, at", "position", (self.at,), len(self.prompt))
 
     def _check_kind(self, kind: str) -> None:
         if kind not in KINDS:
             near = nearest(kind, KINDS)
-            hint = f"did you mean {near!r}?" if near else f"there are {', '.join(KINDS)}"
-            raise StageError(f"{self.name}: cannot patch {kind!r}; {hint}")
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise StageError(
+                f"{self.name}: expected kinds of hook points among {', '.join(KINDS)}, found {kind!r}{hint}"
+            )
         allowed = ("pattern",) if self.over == "edge" else (*HEAD_KINDS, *STATE_KINDS, *EXPERT_KINDS)
         if "head" in OVER[self.over] and kind not in allowed:
             raise StageError(
-                f"{self.name}: over={self.over!r} takes {', '.join(allowed)}, found {kind!r}; use "
-                f"over={'position' if kind in HIDDEN_KINDS else 'head_position'!r} for it"
+                f"{self.name}: expected kinds among {', '.join(allowed)} with over={self.over!r}, found "
+                f"{kind!r}; use over={'position' if kind in HIDDEN_KINDS else 'head_position'!r} for it"
             )
         if self.over == "edge" and self.kinds != ("pattern",):
-            raise StageError(f"{self.name}: over='edge' takes kinds=('pattern',), found {self.kinds}")
+            raise StageError(
+                f"{self.name}: expected kinds=('pattern',) with over='edge', found kinds={self.kinds}"
+            )
 
     def points(self, config: Architecture) -> list[HookPoint]:
         """Hook points of `kinds` at every layer that has them."""
@@ -220,11 +226,13 @@ class Grid(Experiment):
     # -- runs
 
     def places(self, config: Architecture, kind: str) -> list[GridPlace]:
-        """Places of one hook point, last axis fastest; edges to later keys only on bidirectional models.
+        """Places of one hook point, last axis fastest.
+
+        Attention edges to later keys are places only in bidirectional models.
 
         Arguments:
-            config: architecture of the model.
-            kind: hook kind.
+            config: Architecture of the model.
+            kind: Kind of the hook point.
         """
         axes = dict(self.axes(config, kind))
         choices: list[Sequence[int | None]] = [
@@ -238,11 +246,11 @@ class Grid(Experiment):
         ]
 
     def axes(self, config: Architecture, kind: str) -> list[tuple[str, list[int]]]:
-        """(name, labels) of each axis of one hook point, in order.
+        """(name, labels) of each axis of the grid over one hook point, in order.
 
         Arguments:
-            config: architecture of the model.
-            kind: hook kind.
+            config: Architecture of the model.
+            kind: Kind of the hook point.
         """
         length = len(self.prompt)
         labels = {
@@ -263,11 +271,11 @@ class Grid(Experiment):
         return list(range(size)) if indices is None else [int(index) % size for index in indices]
 
     def base(self, prepared: PreparedGrid, sample: int) -> HookSpec:
-        """HookSpec of the run before a place is changed; tracing adds its noise here.
+        """HookSpec of a run before a place is changed: empty, or with noise in causal tracing.
 
         Arguments:
-            prepared: what `prepare` returned.
-            sample: number of the sample.
+            prepared: Result of `prepare`.
+            sample: Number of the sample.
         """
         return HookSpec()
 
@@ -292,26 +300,26 @@ class Grid(Experiment):
         ]
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
-        """The runs with constant payloads in place of activations."""
+        """The runs with constants in place of activations, for planning."""
         return self.runs(PreparedGrid(config, np.zeros(0), [], self.blank(config), {}), cell)
 
     def blank(self, config: Architecture) -> Mapping[Any, Any]:
-        """Placeholder for `PreparedGrid.activations` while runs are only planned."""
+        """Placeholder for activations, from which runs can be planned without the model."""
         return Blank(config, len(self.prompt))
 
     @property
     def want(self) -> Logits:
-        """Logits at one position, of the tokens that the metrics read."""
+        """Logits at position `at` of the tokens that the metrics read."""
         return Logits((self.at,), required_tokens(self.metrics))
 
     # -- numbers
 
     def measure(self, prepared: PreparedGrid, cell: CellLabels, result: HookCache) -> Floats:
-        """Every metric of one run, float64 [metric], not rescaled."""
+        """All metrics of one run before rescaling, float64 [metric]."""
         return read_metrics(self.metrics, as_vector(result.logits), prepared.clean)
 
     def dataset(self, prepared: PreparedGrid, cell: CellLabels, measured: Sequence[Floats]) -> xr.Dataset:
-        """Metrics of one hook point, [layer, *axes], and those of the unpatched runs."""
+        """Metrics of one hook point [layer, *axes], and those of the unpatched runs."""
         kind, samples = cell["kind"], self.num_samples
         axes = self.axes(prepared.config, kind)
         # Edges to later keys have no run on a causal model: they get the metrics of the unpatched run.
@@ -330,7 +338,7 @@ class Grid(Experiment):
         return dataset.assign_coords(**coords, layer=[cell["layer"]], kind=kind)
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """Layers concatenated; several kinds stacked along `kind`, NaN where a kind has fewer heads."""
+        """Results of all layers and kinds; several kinds are stacked along `kind`, missing heads are NaN."""
         stacked = [
             stack([part for part in parts if str(part["kind"].values) == kind], "layer")
             # A kind that is named twice is stacked once.
@@ -356,40 +364,40 @@ class Grid(Experiment):
 
 
 def layer_window(layer: int, width: int, num_layers: int) -> list[int]:
-    """Neighbouring layers centred on one, clipped to the model (as in ROME, from layer - width // 2).
+    """Neighbouring layers around a layer, from layer - width // 2 as in ROME, clipped to the model.
 
     Arguments:
-        layer: layer in the centre.
-        width: number of layers.
-        num_layers: number of layers of the model.
+        layer: Layer in the centre.
+        width: Number of layers.
+        num_layers: Number of layers of the model.
     """
     return list(range(max(0, layer - width // 2), min(num_layers, layer + (width + 1) // 2)))
 
 
 def num_heads(config: Architecture, kind: str) -> int:
-    """Number of heads of a hook kind: key/value heads for k and v, experts for a mixture, 0 without heads.
+    """Number of heads at a kind of hook point: key/value heads for k and v, experts for a mixture, else 0.
 
     Arguments:
-        config: architecture of the model.
-        kind: hook kind.
+        config: Architecture of the model.
+        kind: Kind of the hook point.
     """
     axis = head_axis(BY_NAME[kind].dims)
     return 0 if axis is None else config.axis_sizes[axis]
 
 
 def head_axis(dims: Sequence[str]) -> str | None:
-    """Axis that counts heads or experts; None without one."""
+    """Name of the axis that counts heads or experts; None if there is none."""
     # d_head ends with "head" too, but is the width of a head.
     return next((axis for axis in dims if axis.endswith(("head", "expert")) and axis != "d_head"), None)
 
 
 def part_of(activation: Tensor, point: HookPoint, place: GridPlace) -> Tensor:
-    """Sub-array of an activation that a place covers; indexed axes keep size 1.
+    """Part of an activation that a place names; indexed axes keep size 1.
 
     Arguments:
-        activation: activation without batch axis.
-        point: its hook point.
-        place: the place.
+        activation: Activation without batch axis.
+        point: Hook point of the activation.
+        place: The place.
     """
     index_of = {
         head_axis(point.dims): place.head,
@@ -401,11 +409,11 @@ def part_of(activation: Tensor, point: HookPoint, place: GridPlace) -> Tensor:
 
 
 def where(place: GridPlace, point: HookPoint) -> dict[str, tuple[int, ...] | None]:
-    """Keyword arguments that restrict an intervention to a place.
+    """Keyword arguments of an intervention that restrict it to a place.
 
     Arguments:
-        place: the place.
-        point: hook point of the intervention.
+        place: The place.
+        point: Hook point of the intervention.
     """
     return {
         "positions": None if place.position is None else (place.position,),
@@ -414,33 +422,34 @@ def where(place: GridPlace, point: HookPoint) -> dict[str, tuple[int, ...] | Non
 
 
 def _index(place: GridPlace, axes: Sequence[tuple[str, list[int]]]) -> tuple[int, ...]:
-    """Index of a place in an array with these axes."""
+    """Index of a place in an array with the axes `axes` (name, labels)."""
     values = dict.fromkeys(("head", "kv_head", "expert"), place.head) | {"key_position": place.key}
     values |= {"position": place.position, "query_position": place.position}
     return tuple(labels.index(values[name]) for name, labels in axes)  # type: ignore[arg-type]
 
 
 def _not_empty(name: str, field_name: str, values: Sequence[Any] | None) -> None:
+    """Raise StageError if a field is an empty sequence."""
     if values is not None and not values:
         raise StageError(
-            f"{name}: expected at least one of {field_name}, found none; leave it out to mean all"
+            f"{name}: expected at least one entry in {field_name}, found none; leave the field out for all"
         )
 
 
 def in_range(name: str, noun: str, indices: Sequence[int] | None, size: int) -> None:
-    """Check indices, which may be negative.
+    """Check that indices exist; negative ones count from the end.
 
     Arguments:
-        name: name of the experiment, for the message.
-        noun: what an index names: "layer", "position".
-        indices: the indices; None for all, which are valid.
-        size: number of items.
+        name: Name of the experiment, for the message.
+        noun: What an index names, such as "layer" or "position", for the message.
+        indices: The indices; None for all, which are valid.
+        size: Number of items.
 
     Raises:
-        InterventionError: for an index outside -size .. size - 1.
+        InterventionError: An index is outside -size to size - 1.
     """
     for index in () if indices is None else as_indices(indices, f"{name}: {noun}s", InterventionError):
         if not -size <= index < size:
             raise InterventionError(
-                f"{name}: expected a {noun} in 0..{size - 1} (or negative, from the end), found {index}"
+                f"{name}: expected a {noun} from 0 to {size - 1} (or negative, from the end), found {index}"
             )

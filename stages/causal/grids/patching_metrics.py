@@ -37,31 +37,32 @@ __all__ = [
 
 
 class Metric(ABC):
-    """One number per run. A frozen dataclass whose fields identify it in keys.
+    """Base class of metrics: frozen dataclasses that compute one number from the logits of a run.
 
-    A metric defined by a user may have `version` as a field or class variable; without it, the digest of its
-    code is its version, as for `Custom`.
+    The fields enter keys of results. A metric defined by a user may have `version` as a field or class
+    variable;
+    otherwise the digest of its code is its version.
     """
 
     units: str
     """Unit of the number: "logits", "nats", "1"."""
     long_name: str
-    """Description, shown with the variable."""
+    """Description, stored with the variable."""
     name: str
-    """Name of the variable that holds it, distinct within an experiment."""
+    """Name of the variable that holds the metric, distinct within an experiment."""
 
     @property
     def tokens(self) -> tuple[int, ...] | None:
-        """Vocabulary items whose logits are needed; None for the whole vocabulary."""
+        """Ids of the tokens whose logits the metric reads; None for the whole vocabulary."""
         return None
 
     @property
     def named(self) -> tuple[int, ...]:
-        """Vocabulary items that must exist in the model (`check_metrics`)."""
+        """Ids of tokens that must exist in the model's vocabulary (`check_metrics`)."""
         return self.tokens or ()
 
     def canonical(self) -> dict[str, Any]:
-        """Plain values that identify the metric in a key, with a digest of its code if it has no version."""
+        """Plain values that identify the metric in keys, with a digest of its code if it has no version."""
         kind = type(self).__name__
         # Fields declared with init=False (unit, description) stay on the class: vars, and the key, lack them.
         if type(self).__module__ == __name__:
@@ -76,11 +77,11 @@ class Metric(ABC):
 
     @abstractmethod
     def value(self, logits: Floats, clean: Floats) -> float:
-        """The metric of one run.
+        """The metric of one run, before rescaling.
 
         Arguments:
-            logits: of this run, float64 [vocab], or [token] in the order of `tokens`.
-            clean: of the clean run, same shape.
+            logits: Logits of the run, float64 [vocab], or [token] in the order of `tokens`.
+            clean: Logits of the clean run, same shape.
         """
 
     needs_baseline: ClassVar[bool] = False
@@ -92,29 +93,29 @@ class Metric(ABC):
         return type(self).gradient is not Metric.gradient
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
-        """Derivative of `value` with respect to `logits`, float64, same shape; arguments as of `value`.
+        """Gradient of `value` with respect to `logits`, float64, same shape; arguments as for `value`.
 
         Raises:
-            StageError: for a metric without gradient.
+            StageError: The metric has no gradient.
         """
         raise StageError(
-            f"metric {self.name!r}: expected one with a gradient, found {type(self).__name__}; use "
+            f"metric {self.name!r}: expected a metric with a gradient, found {type(self).__name__}; use "
             "LogitDifference, LogProbability, Probability or KL"
         )
 
     def scaled(self, values: Floats, clean: float, corrupted: float) -> Floats:
-        """Metrics of several runs on the reported scale.
+        """Metrics of several runs on the scale of results, which only `Recovery` changes.
 
         Arguments:
-            values: metrics as `value` returns them.
-            clean, corrupted: metric of the clean and the corrupted run.
+            values: Metrics as `value` returns them.
+            clean, corrupted: The metric of the clean and of the corrupted run.
         """
         return values
 
 
 @dataclass(frozen=True)
 class LogitDifference(Metric):
-    """logits[correct] - logits[wrong]: positive where the correct token is more likely than the wrong one."""
+    """Logit of a correct token minus that of a wrong one: positive if the correct one is more likely."""
 
     correct: int
     """Token id whose logit counts positively."""
@@ -136,17 +137,17 @@ class LogitDifference(Metric):
         return (self.correct, self.wrong)
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """Logit difference; `logits` holds the two tokens only."""
+        """Logit difference; `logits` holds the logits of the two tokens only."""
         return float(logits[0] - logits[1])
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
-        """[1, -1], in the order of `tokens`."""
+        """Gradient [1, -1] with respect to the logits of the two tokens."""
         return np.array([1.0, -1.0])
 
 
 @dataclass(frozen=True)
 class KL(Metric):
-    """KL(clean || run) of the next-token distributions in nats; 0 for the clean run."""
+    """KL divergence KL(clean || run) of next-token distributions in nats; 0 for the clean run."""
 
     name: str = "kl"
     """Name of the variable."""
@@ -162,13 +163,13 @@ class KL(Metric):
         return float(metrics.kl_divergence(clean, logits))
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
-        """softmax(logits) - softmax(clean)."""
+        """Gradient softmax(logits) - softmax(clean), float64 [vocab]."""
         return metrics.kl_gradient(clean, logits)
 
 
 @dataclass(frozen=True)
 class Probability(Metric):
-    """Probability of one token."""
+    """Probability of one token as the next token."""
 
     token: int
     """Token id."""
@@ -186,17 +187,17 @@ class Probability(Metric):
         return (self.token,)
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """Probability, 0 to 1."""
+        """Probability of the token, 0 to 1."""
         return float(metrics.probability(logits, self.token))
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
-        """p (onehot(token) - softmax(logits))."""
+        """Gradient p (onehot(token) - softmax(logits)), float64 [vocab], with p the probability."""
         return metrics.probability_gradient(logits, self.token)
 
 
 @dataclass(frozen=True)
 class LogProbability(Metric):
-    """Log-probability of one token."""
+    """Log-probability of one token as the next token."""
 
     token: int
     """Token id."""
@@ -214,11 +215,11 @@ class LogProbability(Metric):
         return (self.token,)
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """Log-probability in nats, at most 0."""
+        """Log-probability of the token in nats, at most 0."""
         return float(metrics.log_softmax(logits)[self.token])
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
-        """onehot(token) - softmax(logits)."""
+        """Gradient onehot(token) - softmax(logits), float64 [vocab]."""
         return metrics.log_probability_gradient(logits, self.token)
 
 
@@ -249,7 +250,7 @@ class Rank(Metric):
 
 @dataclass(frozen=True)
 class Recovery(Metric):
-    """Another metric rescaled, not clipped: 0 for the corrupted run, 1 for the clean run.
+    """Another metric, rescaled to 0 for the corrupted run and 1 for the clean run; not clipped.
 
     For `KL` this is 1 - KL(clean || patched) / KL(clean || corrupted).
     """
@@ -264,7 +265,9 @@ class Recovery(Metric):
 
     def __post_init__(self) -> None:
         if isinstance(self.of, Recovery):
-            raise StageError("expected recovery of a metric, found recovery of a recovery; give the metric")
+            raise StageError(
+                "expected Recovery of another metric, found Recovery of a Recovery; give the inner metric"
+            )
 
     @property
     def long_name(self) -> str:  # type: ignore[override]  # depends on the metric
@@ -282,37 +285,38 @@ class Recovery(Metric):
         return self.of.named
 
     def canonical(self) -> dict[str, Any]:
-        """Identity of the rescaled metric, and the name."""
+        """Plain values that identify the metric in keys: the rescaled metric and the name."""
         return {"metric": "Recovery", "of": self.of.canonical(), "name": self.name}
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """The inner metric, before rescaling."""
+        """The metric inside, before rescaling."""
         return self.of.value(logits, clean)
 
     def scaled(self, values: Floats, clean: float, corrupted: float) -> Floats:
         """Rescaled metrics, (values - corrupted) / (clean - corrupted).
 
         Raises:
-            StageError: for equal metrics of the clean and the corrupted run.
+            StageError: The metric is equal in the clean and the corrupted run.
         """
         # Below float32 rounding of the logits the quotient would be noise.
         if abs(clean - corrupted) <= 1e-10 + 1e-7 * max(abs(clean), abs(corrupted)):
             raise StageError(
-                f"recovery of {self.of.name}: expected clean and corrupted runs that differ, found "
-                f"{clean:.6g} and {corrupted:.6g}; choose other prompts or another metric"
+                f"recovery of {self.of.name}: expected different values in the clean and the corrupted run, "
+                f"found {clean:.6g} and {corrupted:.6g}; choose other prompts or another metric"
             )
         return (values - corrupted) / (clean - corrupted)
 
 
 @dataclass(frozen=True)
 class Custom(Metric):
-    """A user's function of the logits of one run, float64 [vocab] -> float."""
+    """Metric that a user's function computes from the logits of one run."""
 
     function: Callable[[Floats], float] = field(repr=False)
-    """Computes the metric; called with the logits of the whole vocabulary."""
+    """Function from the logits of the whole vocabulary, float64 [vocab], to a number."""
     version: int | str | None = None
-    """Changes when numbers change; None takes the digest of the function's code and of all that it reads when
-    the key is made.
+    """Version of the function, to be changed when its numbers change.
+
+    None takes the digest of its code and of all that it reads.
     """
     name: str = ""
     """Name of the variable; empty for the name of the function."""
@@ -321,7 +325,7 @@ class Custom(Metric):
     long_name: str = ""
     """Description of the metric; empty for its name."""
     derivative: Callable[[Floats], Floats] | None = field(default=None, repr=False)
-    """Gradient of the function, float64 [vocab] -> [vocab]; None for a metric without gradient."""
+    """Function from the logits [vocab] to the gradient [vocab]; None if the metric has no gradient."""
 
     def __post_init__(self) -> None:
         label = self.name or getattr(self.function, "__name__", "metric")
@@ -330,10 +334,10 @@ class Custom(Metric):
         object.__setattr__(self, "long_name", self.long_name or self.name.replace("_", " "))
 
     def canonical(self) -> dict[str, Any]:
-        """Name, unit and versions of the functions.
+        """Plain values that identify the metric in keys: name, unit, and versions of the functions.
 
         Raises:
-            StageError: for a function whose code has no digest.
+            StageError: The code of a function has no digest.
         """
         labels = {"name": self.name, "units": self.units, "long_name": self.long_name}
         versions: dict[str, Any] = {"version": self._version_of(self.function)}
@@ -342,18 +346,18 @@ class Custom(Metric):
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a derivative was passed."""
+        """Whether `derivative` is given."""
         return self.derivative is not None
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
-        """The derivative's value. Raises StageError unless it is one finite number per logit."""
+        """Value of `derivative`; StageError unless it is one finite number per logit."""
         if self.derivative is None:
             return super().gradient(logits, clean)
         gradient = np.asarray(self.derivative(logits), np.float64)
         if gradient.shape != logits.shape or not np.isfinite(gradient).all():
             raise StageError(
-                f"metric {self.name!r}: expected {len(logits)} finite numbers as its gradient, found shape "
-                f"{list(gradient.shape)}; return one for each logit"
+                f"metric {self.name!r}: expected its derivative to return {len(logits)} finite numbers, one "
+                f"for each logit, found shape {list(gradient.shape)} or numbers that are infinite or NaN"
             )
         return gradient
 
@@ -362,40 +366,45 @@ class Custom(Metric):
         return code_version(f"metric {self.name!r}", function) if self.version is None else self.version
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """The function's value. Raises StageError unless it is finite."""
+        """Value of `function`; StageError unless it is finite."""
         value = float(self.function(logits))
         if not np.isfinite(value):
-            raise StageError(f"metric {self.name!r}: expected a finite number for every run, found {value}")
+            raise StageError(
+                f"metric {self.name!r}: expected its function to return a finite number for every run, found "
+                f"{value}"
+            )
         return value
 
 
 def check_metrics(run_metrics: Sequence[Metric], vocab_size: int) -> None:
-    """Check the metrics of an experiment.
+    """Check the metrics of an experiment against the model's vocabulary.
 
     Arguments:
-        run_metrics: the metrics.
-        vocab_size: number of tokens of the model.
+        run_metrics: The metrics.
+        vocab_size: Number of tokens in the vocabulary.
 
     Raises:
-        StageError: for no metrics, or repeated names.
-        PromptError: for a token outside the vocabulary.
+        StageError: There are no metrics, or two have the same name.
+        PromptError: A token is outside the vocabulary.
     """
     if not run_metrics:
-        raise StageError("expected at least one metric, found none; give metrics=(KL(),)")
+        raise StageError("expected at least one metric, found none; give for example metrics=(KL(),)")
     names = [metric.name for metric in run_metrics]
     for name in names:
         if names.count(name) > 1:
-            raise StageError(f"expected metrics of different names, found {name!r} twice; give name=… to one")
+            raise StageError(
+                f"expected metrics with different names, found {name!r} twice; give one of them another name="
+            )
     for metric in run_metrics:
         for token in metric.named:
             if not 0 <= token < vocab_size:
                 raise PromptError(
-                    f"metric {metric.name!r}: expected a token id in 0..{vocab_size - 1}, found {token}"
+                    f"metric {metric.name!r}: expected a token id from 0 to {vocab_size - 1}, found {token}"
                 )
 
 
 def required_tokens(run_metrics: Sequence[Metric]) -> tuple[int, ...] | None:
-    """Vocabulary items that several metrics read, ascending; None for the whole vocabulary."""
+    """Ids of the tokens whose logits some metrics read, ascending; None for the whole vocabulary."""
     tokens: set[int] = set()
     for metric in run_metrics:
         if metric.tokens is None:
@@ -405,12 +414,12 @@ def required_tokens(run_metrics: Sequence[Metric]) -> tuple[int, ...] | None:
 
 
 def read_metrics(run_metrics: Sequence[Metric], logits: Floats, clean: Floats) -> Floats:
-    """Every metric of one run, float64 [metric], before rescaling.
+    """All metrics of one run before rescaling, float64 [metric].
 
     Arguments:
-        run_metrics: the metrics.
-        logits: of this run, [token] in the order of `required_tokens`, or [vocab] if that is None.
-        clean: of the clean run, same shape.
+        run_metrics: The metrics.
+        logits: Logits of the run, [token] in the order of `required_tokens`, or [vocab] if that is None.
+        clean: Logits of the clean run, same shape.
     """
     # The runs compute logits of these tokens only; each metric gets its own, in its order.
     tokens = required_tokens(run_metrics)

@@ -39,18 +39,18 @@ __all__ = [
 
 @dataclass
 class PreparedGrid:
-    """Unpatched runs of a grid, with the activations that its patches need."""
+    """Results of a grid's unpatched runs, with the activations that its patches need."""
 
     config: Architecture
     """Architecture of the model."""
     clean: Floats
     """Logits of the clean run, float64 [token], of the tokens that the metrics read."""
     unpatched: list[Floats]
-    """The same of the corrupted run, one per sample; empty where the clean run is the one that is changed."""
+    """The same logits of the corrupted run, one per sample; empty if the clean run itself is changed."""
     activations: Any
-    """Activations by hook point; subclasses of `Grid` define the keys."""
+    """Activations that patches use; each subclass of `Grid` defines the keys, usually hook points."""
     tokens: Mapping[str, list[str]]
-    """Labels of positions: name of the coordinate -> text of each token."""
+    """Texts of the tokens, by the name of the coordinate that they become."""
 
 
 class Blank(dict[Any, Any]):
@@ -79,11 +79,11 @@ UNPATCHED = Output(
     "as the metric",
     "metric of the unpatched runs; of a recovery, the metric that it rescales",
 )
-"""Output of every grid: metrics of the clean and the corrupted run."""
+"""Declared output of every grid: metrics of the clean and the corrupted run."""
 
 
 def outputs_along(*dims: str) -> dict[str, Output]:
-    """Declared outputs of an experiment whose metrics are parameters; see `metric_outputs` for names."""
+    """Declared outputs along some axes of an experiment whose metrics are parameters, so not yet named."""
     return {
         "<metric>": Output(dims, "<unit>", "each metric under its name, in its unit"),
         "<metric>_std": Output(dims, "<unit>", "standard deviation over samples", is_optional=True),
@@ -92,12 +92,12 @@ def outputs_along(*dims: str) -> dict[str, Output]:
 
 
 def metric_outputs(metrics: Sequence[Metric], dims: Sequence[str], num_samples: int) -> dict[str, Output]:
-    """Outputs of given metrics, with standard deviations for several samples.
+    """Declared outputs for given metrics; with several samples also their standard deviations.
 
     Arguments:
-        metrics: metrics of every run.
-        dims: dims of each metric.
-        num_samples: number of samples per place.
+        metrics: Metrics of every run.
+        dims: Axes of each metric.
+        num_samples: Number of samples per place.
     """
     outputs = {}
     for metric in metrics:
@@ -111,14 +111,15 @@ def metric_outputs(metrics: Sequence[Metric], dims: Sequence[str], num_samples: 
 def metrics_of(
     prepared: PreparedGrid, metrics: Sequence[Metric], values: Floats, dims: Sequence[str]
 ) -> xr.Dataset:
-    """Metrics of runs as labelled arrays, one per metric, and those of the unpatched runs.
+    """Dataset of the metrics of patched and unpatched runs, with one variable per metric.
 
     Arguments:
-        prepared: unpatched runs.
-        metrics: metrics of every run.
-        dims: dims of the places.
-        values: [*dims, sample, metric], before rescaling; reported are means over samples, and standard
-            deviations if there are several.
+        prepared: Results of the unpatched runs.
+        metrics: Metrics of every run.
+        values: Metrics of the patched runs before rescaling [*dims, sample, metric]. The result holds means
+        over
+            samples, and standard deviations if there are several.
+        dims: Axes of the patched places.
     """
     import xarray as xr
 
@@ -145,11 +146,11 @@ def metrics_of(
 
 
 def stack(parts: Sequence[xr.Dataset], axis: str) -> xr.Dataset:
-    """Datasets concatenated along an axis.
+    """Results of several layers, or kinds of hook points, concatenated along that axis.
 
     Arguments:
-        parts: one dataset per layer or kind; variables without a layer axis are equal in all.
-        axis: "layer" or "kind".
+        parts: One dataset per layer or kind; variables without a layer axis are equal in all.
+        axis: Axis of the concatenation, "layer" or "kind".
     """
     import xarray as xr
 
@@ -167,18 +168,18 @@ def stack(parts: Sequence[xr.Dataset], axis: str) -> xr.Dataset:
 
 
 def as_vector(logits: Tensor) -> Floats:
-    """Logits [1, 1, vocab] as float64 [vocab]."""
+    """Logits [1, 1, vocab] of one position as a float64 array [vocab]."""
     # float() first, as numpy has no bfloat16.
     vector: Floats = logits[0, 0].detach().float().cpu().numpy().astype(np.float64)
     return vector
 
 
 def token_labels(model: Model, **prompts: Sequence[int]) -> dict[str, list[str]]:
-    """Texts of tokens as coordinates; empty for a model without tokenizer.
+    """Texts of the tokens of some prompts, for coordinates; empty for a model without tokenizer.
 
     Arguments:
-        model: the model.
-        prompts: name of the coordinate -> token ids.
+        model: The model.
+        prompts: Token ids by name of the coordinate.
     """
     try:
         return {name: [model.tokenizer.decode_token(token) for token in ids] for name, ids in prompts.items()}

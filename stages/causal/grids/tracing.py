@@ -42,12 +42,12 @@ __all__ = ["CausalTracing", "embedding_deviation"]
 EMBED = HookPoint("embed")
 """Hook point that gets the noise."""
 ROWS = 4096
-"""Rows of the embedding matrix read at a time."""
+"""Number of rows of the embedding matrix that are read at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CausalTracing(Grid):
-    """A prompt with noise on its subject, with one state of the clean run restored at a time.
+    """Causal tracing: noise on the subject of a prompt, and one state of the clean run restored per run.
 
     ROME restores resid_post with window=1, and attn_out and mlp_out with window=10.
     """
@@ -55,9 +55,9 @@ class CausalTracing(Grid):
     tokens: tuple[int, ...]
     """Token ids of the prompt."""
     subject: tuple[int, ...]
-    """Positions that get noise."""
+    """Positions of the subject, whose embeddings get noise."""
     multiplier: float = 3.0
-    """Standard deviation of the noise in units of that of the embedding matrix."""
+    """Standard deviation of the noise, in units of the standard deviation of the embedding matrix."""
     samples: int = 10
     """Number of noise samples."""
     seed: int = 0
@@ -80,26 +80,29 @@ class CausalTracing(Grid):
         """Check the fields against a model, as `Grid.check` does.
 
         Raises:
-            StageError: without subject positions, samples or a positive multiplier, or for over="edge".
-            InterventionError: for a subject position outside the prompt.
+            StageError: Subject positions, samples or a positive multiplier are missing, or `over` is "edge".
+            InterventionError: A subject position is outside the prompt.
         """
         super().check(config)
         if not self.subject:
-            raise StageError("causal_tracing: expected subject positions to put noise on, found none")
+            raise StageError(
+                "causal_tracing: expected the positions of the subject, whose embeddings get noise, found "
+                "none; set subject"
+            )
         in_range(f"{self.name}, subject", "position", self.subject, len(self.tokens))
         if self.samples < 1 or not self.multiplier > 0:
             raise StageError(
-                "causal_tracing: expected at least one sample and a positive multiplier, found "
+                "causal_tracing: expected samples of at least 1 and a multiplier above 0, found "
                 f"samples={self.samples}, multiplier={self.multiplier}"
             )
         if self.over == "edge":
             raise StageError(
-                "causal_tracing: expected places other than over='edge', as a single attention weight cannot "
-                "be restored; use knockout"
+                "causal_tracing: expected another value of over, found 'edge', but a single attention weight "
+                "cannot be restored; use EdgeKnockout for attention edges"
             )
 
     def prepare(self, model: Model) -> PreparedGrid:
-        """Clean run with its states, and one noised run per sample without restoration."""
+        """Results of the clean run, with its states, and of one noised run per sample."""
         points = self.points(model.config)
         deviation = self.multiplier * embedding_deviation(model)
         noise = [
@@ -121,7 +124,7 @@ class CausalTracing(Grid):
         )
 
     def blank(self, config: Architecture) -> Mapping[Any, Any]:
-        """Placeholder for activations while runs are only planned."""
+        """Placeholders for activations and noise, from which runs can be planned without the model."""
         # Unscaled noise: the embedding matrix is not read for a plan.
         blank = Blank(config, len(self.prompt))
         blank["noise"] = [
@@ -131,11 +134,11 @@ class CausalTracing(Grid):
         return blank
 
     def noise(self, sample: int, hidden_size: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Standard normal noise, float32 [subject, hidden].
+        """Standard normal noise of one sample for the subject's embeddings, float32 [subject, hidden].
 
         Arguments:
-            sample: number of the sample.
-            hidden_size: width of the residual stream.
+            sample: Number of the sample.
+            hidden_size: Width of the residual stream.
         """
         # Seeded per sample: sample s is the same however many are drawn.
         return np.random.default_rng([self.seed, sample]).standard_normal(
@@ -143,11 +146,11 @@ class CausalTracing(Grid):
         )
 
     def base(self, prepared: PreparedGrid, sample: int) -> HookSpec:
-        """HookSpec with the noise of one sample on the subject's embeddings.
+        """Intervention that adds the noise of one sample to the subject's embeddings.
 
         Arguments:
-            prepared: what `prepare` returned.
-            sample: number of the sample.
+            prepared: Result of `prepare`.
+            sample: Number of the sample.
         """
         return HookSpec().intervene(EMBED, prepared.activations["noise"][sample])
 
@@ -160,7 +163,7 @@ class CausalTracing(Grid):
         place: GridPlace,
         sample: int,
     ) -> HookSpec:
-        """Restore the clean state at one place, in every layer of the window."""
+        """Add to `spec` the intervention that restores the clean state of a place in some layers."""
         for layer in layers:
             point = HookPoint(kind, layer)
             spec = spec.intervene(
@@ -169,7 +172,7 @@ class CausalTracing(Grid):
         return spec
 
     def dataset(self, prepared: PreparedGrid, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """As `Grid.dataset`, with subject positions and standard deviation of the noise as attributes."""
+        """Metrics of the restored runs; the subject and the noise's standard deviation are attributes."""
         dataset = super().dataset(prepared, cell, measured)
         length = len(self.tokens)
         noise = {"standard_deviation_of_noise": prepared.activations["deviation"]}
@@ -178,7 +181,7 @@ class CausalTracing(Grid):
 
 @plain_torch()
 def embedding_deviation(model: Model) -> float:
-    """Standard deviation of all entries of the token embeddings, as they enter the first block."""
+    """Standard deviation of all entries of the model's token embeddings, as they enter the first block."""
     import torch
 
     from ...forward.networks.history import STREAM

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 __all__ = ["Draft", "drawn", "next_token", "pair_of", "single", "usable"]
 
 TRIED = 20
-"""Drafts tried per requested pair before a task fails."""
+"""Number of drafts that are tried per requested pair before a task fails."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Texts of a pair and its two answers."""
+    """The texts of a prompt pair, with a correct and a wrong answer."""
 
     clean: str
     """Text of the clean prompt."""
@@ -41,12 +41,12 @@ class Draft:
 
 
 def next_token(tokenizer: Tokenizer, prompt: str, word: str) -> int | None:
-    """Token id of a word after a prompt; None if it is several tokens, or changes the tokens before it.
+    """Id of the token that a word is after a prompt; None if it is several, or changes tokens before it.
 
     Arguments:
-        tokenizer: the model's tokenizer.
-        prompt: text before the word.
-        word: the word, with its leading space.
+        tokenizer: The model's tokenizer.
+        prompt: Text before the word.
+        word: The word, with its leading space.
     """
     prompt_ids, ids = (tokenizer.encode(text).ids for text in (prompt, prompt + word))
     # BPE may merge a word with the end of the prompt, which changes earlier tokens.
@@ -54,11 +54,11 @@ def next_token(tokenizer: Tokenizer, prompt: str, word: str) -> int | None:
 
 
 def pair_of(tokenizer: Tokenizer, draft: Draft) -> Pair | None:
-    """The pair of a draft, with the logit difference of its answers; None if the draft is not usable.
+    """Token pair of a draft, whose metric is the logit difference of the answers; None if it is not usable.
 
     Arguments:
-        tokenizer: the model's tokenizer.
-        draft: texts and answers.
+        tokenizer: The model's tokenizer.
+        draft: Texts and answers.
     """
     clean, corrupted = (tuple(tokenizer.encode(text).ids) for text in (draft.clean, draft.corrupted))
     right, wrong = (next_token(tokenizer, draft.clean, word) for word in (draft.right, draft.wrong))
@@ -68,16 +68,16 @@ def pair_of(tokenizer: Tokenizer, draft: Draft) -> Pair | None:
 
 
 def drawn(task: str, tokenizer: Tokenizer, drafts: Iterable[Draft], count: int) -> list[Pair]:
-    """The first distinct pairs of a stream of drafts.
+    """The first distinct, usable pairs of a stream of drafts.
 
     Arguments:
-        task: name of the task, for the message.
-        tokenizer: the model's tokenizer.
-        drafts: stream of drafts, possibly endless.
-        count: number of pairs.
+        task: Name of the task, for the message.
+        tokenizer: The model's tokenizer.
+        drafts: Stream of drafts, possibly endless.
+        count: Number of pairs.
 
     Raises:
-        ConfigError: if `TRIED` drafts per pair give fewer with this tokenizer.
+        ConfigError: `TRIED` drafts per pair give too few pairs with this tokenizer.
     """
     pairs: dict[tuple[tuple[int, ...], tuple[int, ...]], Pair] = {}
     tried = 0
@@ -90,33 +90,34 @@ def drawn(task: str, tokenizer: Tokenizer, drafts: Iterable[Draft], count: int) 
         if len(pairs) == count:
             return list(pairs.values())
     raise ConfigError(
-        f"{task}: expected {count} pairs of equal length with answers of one token, found {len(pairs)} among "
-        f"{tried} tried with this tokenizer; ask for fewer, or another task"
+        f"{task}: expected {count} prompt pairs of equal length with answers of one token, found "
+        f"{len(pairs)} among {tried} that were tried with this tokenizer; request fewer pairs, or choose "
+        "another task"
     )
 
 
 def usable(
     task: str, description: str, tokenizer: Tokenizer, words: Sequence[str], minimum: int, lead: str = " "
 ) -> list[str]:
-    """Words that are a single token after `lead`.
+    """Those of some words that are a single token after `lead`.
 
     Arguments:
-        task: name of the task, for the message.
-        description: what the words are, for the message.
-        tokenizer: the model's tokenizer.
-        words: candidates, without `lead`.
-        minimum: smallest number that the task needs.
-        lead: text before each word.
+        task: Name of the task, for the message.
+        description: What the words are, for the message.
+        tokenizer: The model's tokenizer.
+        words: The words, without `lead`.
+        minimum: Smallest number of words that the task needs.
+        lead: Text before each word.
 
     Raises:
-        ConfigError: for fewer than `minimum` words.
+        ConfigError: Fewer than `minimum` words are a single token.
     """
     single_words = [word for word in words if single(tokenizer, lead + word)]
     if len(single_words) < minimum:
         raise ConfigError(
             f"{task}: expected at least {minimum} {description} of one token, found {len(single_words)} of "
-            f"{len(words)} with this tokenizer{': ' + ', '.join(single_words) if single_words else ''}; ask "
-            "another task"
+            f"{len(words)} with this tokenizer{': ' + ', '.join(single_words) if single_words else ''}; "
+            "choose another task"
         )
     return single_words
 
@@ -125,8 +126,8 @@ def single(tokenizer: Tokenizer, text: str) -> bool:
     """Whether a text is one token other than the unknown token.
 
     Arguments:
-        tokenizer: the model's tokenizer.
-        text: the text, with a leading space for a word within a sentence.
+        tokenizer: The model's tokenizer.
+        text: The text, with a leading space for a word within a sentence.
     """
     # Raw: without the special tokens that `encode` adds to a text.
     ids = tokenizer.encode_raw(text).ids

@@ -22,18 +22,20 @@ if TYPE_CHECKING:
 __all__ = ["copying", "induction"]
 
 LENGTH = 8
-"""Tokens of a sequence."""
+"""Number of tokens of a sequence."""
 AGAIN = 6
 """Number of first tokens of the sequence that are repeated."""
 
 
 def induction(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
-    """Pairs … A B … A -> B. Corrupted: another token, the wrong answer, follows the first A.
+    """Pairs of the task induction: random tokens ... A B ... A, to be continued by B.
+
+    In the corrupted prompt another token, the wrong answer, follows the first A.
 
     Arguments:
-        tokenizer: the model's tokenizer.
-        count: number of pairs.
-        seed: seed of the draw.
+        tokenizer: The model's tokenizer.
+        count: Number of pairs.
+        seed: Seed of the draw.
     """
     words, prefix, rng = _words("induction", tokenizer), _prefix(tokenizer), np.random.default_rng(seed)
     pairs = []
@@ -49,14 +51,14 @@ def induction(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
 
 
 def copying(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
-    """Pairs of a sequence and its beginning repeated -> its next token.
+    """Pairs of the task copying: a random sequence and its beginning again, to be continued as before.
 
-    Corrupted: another sequence the first time, whose token at that index is the wrong answer.
+    In the corrupted prompt another sequence stands first; its token at that index is the wrong answer.
 
     Arguments:
-        tokenizer: the model's tokenizer.
-        count: number of pairs.
-        seed: seed of the draw.
+        tokenizer: The model's tokenizer.
+        count: Number of pairs.
+        seed: Seed of the draw.
     """
     words, prefix, rng = _words("copying", tokenizer), _prefix(tokenizer), np.random.default_rng(seed)
     pairs = []
@@ -74,7 +76,7 @@ def copying(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
 
 
 def _words(task: str, tokenizer: Tokenizer) -> list[int]:
-    """Ids of tokens that decode to a space and an ASCII word; ConfigError for fewer than 2 sequences."""
+    """Ids of tokens that are a space and an ASCII word; ConfigError if too few for two sequences."""
     word_ids = [
         token
         for token, text in enumerate(tokenizer.vocabulary)
@@ -82,8 +84,8 @@ def _words(task: str, tokenizer: Tokenizer) -> list[int]:
     ]
     if len(word_ids) < 2 * LENGTH:
         raise ConfigError(
-            f"{task}: expected at least {2 * LENGTH} tokens that are words behind a space, found "
-            f"{len(word_ids)} of {len(tokenizer.vocabulary)} with this tokenizer; ask another task"
+            f"{task}: expected at least {2 * LENGTH} tokens that are a space and a word, found "
+            f"{len(word_ids)} of {len(tokenizer.vocabulary)} in this tokenizer; choose another task"
         )
     return word_ids
 

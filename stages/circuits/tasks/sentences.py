@@ -21,15 +21,15 @@ __all__ = ["agreement", "docstrings", "indirect_objects", "pronouns"]
 
 
 def indirect_objects(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
-    """Indirect object identification: the name that occurs once.
+    """Pairs of the task indirect object identification: the answer is the name that occurs once.
 
-    Corrupted: a third name in place of the second mention of the repeated name (Wang et al. 2023,
+    In the corrupted prompt a third name replaces the second mention of the repeated name (Wang et al. 2023,
     "Interpretability in the Wild").
 
     Arguments:
-        tokenizer: the model's tokenizer.
-        count: number of pairs.
-        seed: seed of the draw.
+        tokenizer: The model's tokenizer.
+        count: Number of pairs.
+        seed: Seed of the draw.
     """
     names = usable("ioi", "names", tokenizer, (*MALE, *FEMALE), 4)
     rng = np.random.default_rng(seed)
@@ -52,15 +52,15 @@ def indirect_objects(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
 
 
 def pronouns(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
-    """Pronoun of a name.
+    """Pairs of the task pronouns: the answer is the pronoun of a name, "he" or "she".
 
-    Corrupted: a name of the other gender (Mathwin et al. 2023, "Identifying a Preliminary Circuit for
-    Predicting Gendered Pronouns").
+    In the corrupted prompt the name is of the other gender (Mathwin et al. 2023, "Identifying a Preliminary
+    Circuit for Predicting Gendered Pronouns").
 
     Arguments:
-        tokenizer: the model's tokenizer.
-        count: number of pairs.
-        seed: seed of the draw.
+        tokenizer: The model's tokenizer.
+        count: Number of pairs.
+        seed: Seed of the draw.
     """
     male, female = (usable("pronouns", "names", tokenizer, names, 2) for names in (MALE, FEMALE))
     rng = np.random.default_rng(seed)
@@ -83,15 +83,15 @@ def pronouns(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
 
 
 def agreement(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
-    """Number of a verb across an intervening noun.
+    """Pairs of the task agreement: the answer is a verb in the number of a subject, behind another noun.
 
-    Corrupted: the subject in the other number (Linzen et al. 2016, "Assessing the Ability of LSTMs to Learn
-    Syntax-Sensitive Dependencies").
+    In the corrupted prompt the subject has the other number (Linzen et al. 2016, "Assessing the Ability of
+    LSTMs to Learn Syntax-Sensitive Dependencies").
 
     Arguments:
-        tokenizer: the model's tokenizer.
-        count: number of pairs.
-        seed: seed of the draw.
+        tokenizer: The model's tokenizer.
+        count: Number of pairs.
+        seed: Seed of the draw.
     """
     # Both numbers must be one token, so that sentences of either number align.
     nouns = [pair for pair in NOUNS if all(single(tokenizer, f" {word}") for word in pair)]
@@ -114,14 +114,15 @@ def agreement(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
 
 
 def docstrings(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
-    """Next argument in a docstring (Heimersheim and Janiak 2023, "A Circuit for Python Docstrings").
+    """Pairs of the task docstrings: the answer is the argument that a docstring documents next.
 
-    Corrupted: other arguments in the definition.
+    In the corrupted prompt the definition has other arguments (Heimersheim and Janiak 2023, "A Circuit for
+    Python Docstrings").
 
     Arguments:
-        tokenizer: the model's tokenizer.
-        count: number of pairs.
-        seed: seed of the draw.
+        tokenizer: The model's tokenizer.
+        count: Number of pairs.
+        seed: Seed of the draw.
     """
     words = usable("docstrings", "identifiers", tokenizer, IDENTIFIERS, 12)
     rng = np.random.default_rng(seed)

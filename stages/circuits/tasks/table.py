@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["TASKS", "task_pairs"]
 
 Task = Callable[["Tokenizer", int, int], list[Pair]]
-"""(tokenizer, number of pairs, seed) -> pairs."""
-# Name, as users write it -> function that makes its pairs.
+"""Function (tokenizer, number of pairs, seed) that makes the pairs of a task."""
+# Functions that make the pairs, by the name of the task as users write it.
 TASKS: dict[str, Task] = {
     "ioi": indirect_objects,
     "greater_than": later_years,
@@ -36,21 +36,21 @@ TASKS: dict[str, Task] = {
 
 
 def task_pairs(tokenizer: Tokenizer, task: str, count: int, *, seed: int = 0) -> list[Pair]:
-    """Distinct prompt pairs of a task, deterministic for a seed.
+    """Distinct random prompt pairs of a task; equal seeds give equal pairs.
 
     Arguments:
-        tokenizer: the model's tokenizer.
-        task: name of the task, a key of `TASKS`.
-        count: number of pairs.
-        seed: seed of the draw.
+        tokenizer: The model's tokenizer.
+        task: Name of the task, a key of `TASKS`.
+        count: Number of pairs.
+        seed: Seed of the draw.
 
     Raises:
-        ConfigError: for an unknown task, a count below 1, or a tokenizer that leaves too few pairs.
+        ConfigError: The task is unknown, `count` is below 1, or the tokenizer leaves too few pairs.
     """
     if task not in TASKS:
         near = nearest(task, TASKS)
-        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(TASKS)}"
-        raise ConfigError(f"no task {task!r}; {hint}")
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise ConfigError(f"expected the name of a task among {', '.join(TASKS)}, found {task!r}{hint}")
     if count < 1:
-        raise ConfigError(f"expected at least one pair, found count={count}")
+        raise ConfigError(f"expected at least one prompt pair of the task, found count={count}")
     return TASKS[task](tokenizer, count, seed)

@@ -31,7 +31,7 @@ NOUNS = tuple(
         "picture name hand eye year day street window horse"
     )
 )
-"""(singular, plural)."""
+"""Nouns as (singular, plural)."""
 SPANS = ("war", "reign", "siege", "voyage", "project", "trial", "strike", "study", "tour", "conflict")
 IDENTIFIERS = _split(
     "load size file last name path list line text data port host user key index width height count value "

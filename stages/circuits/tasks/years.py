@@ -31,7 +31,7 @@ __all__ = ["ProbabilityDifference", "later_years"]
 
 @dataclass(frozen=True)
 class ProbabilityDifference(Metric):
-    """Total probability of some tokens minus that of others."""
+    """Metric: total probability of some next tokens minus the total probability of others."""
 
     right: tuple[int, ...]
     """Token ids that count positively."""
@@ -50,7 +50,7 @@ class ProbabilityDifference(Metric):
     """Description of the metric."""
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """Difference of probabilities, -1 to 1."""
+        """Difference of the two total probabilities, -1 to 1."""
         return float(np.exp(log_softmax(logits)) @ self._signs(len(logits)))
 
     def gradient(self, logits: Floats, clean: Floats) -> Floats:
@@ -60,17 +60,18 @@ class ProbabilityDifference(Metric):
         return gradient
 
     def canonical(self) -> dict[str, Any]:
-        """Plain values that identify the metric, tokens as lists."""
+        """Plain values that identify the metric in keys of results."""
         return {**super().canonical(), "right": list(self.right), "wrong": list(self.wrong)}
 
     def _signs(self, size: int) -> Floats:
+        """Weight of each token's probability, float64 [vocab]: 1 if right, -1 if wrong, else 0."""
         signs: Floats = np.zeros(size)
         signs[list(self.right)], signs[list(self.wrong)] = 1.0, -1.0
         return signs
 
 
 def later_years(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
-    """Pairs whose metric is the probability of later years minus that of years that are not later.
+    """Pairs of the task greater-than: the metric is the probability of later years minus that of others.
 
     A vocabulary may contain whole years (GPT-2's has 1830, and every round century). No prompt starts with
     such a year, and as an answer it counts by the token of its two digits, as in other centuries. Digits that
@@ -81,12 +82,12 @@ def later_years(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
     itself, which may begin either, is not counted.
 
     Arguments:
-        tokenizer: the model's tokenizer.
-        count: number of pairs.
-        seed: seed of the draw.
+        tokenizer: The model's tokenizer.
+        count: Number of pairs.
+        seed: Seed of the draw.
 
     Raises:
-        ConfigError: for a tokenizer that splits years otherwise, or leaves too few pairs.
+        ConfigError: The tokenizer splits years otherwise, or leaves too few pairs.
     """
     rng = np.random.default_rng(seed)
     tokens = {century: _endings(tokenizer, century, 2) for century in range(11, 20)}
@@ -125,17 +126,18 @@ def later_years(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
         if len(pairs) == count:
             return list(pairs.values())
     raise ConfigError(
-        f"greater_than: expected {count} pairs of equal length, found {len(pairs)} with this tokenizer; ask "
-        "for fewer"
+        f"greater_than: expected {count} prompt pairs of equal length, found {len(pairs)} with this "
+        "tokenizer; request fewer pairs"
     )
 
 
 def _text(span: str, century: int, year: int) -> str:
+    """Prompt that ends with the century of a later year, which the next token completes."""
     return f"The {span} lasted from the year {century}{year:02d} to the year {century}"
 
 
 def _endings(tokenizer: Tokenizer, century: int, n_digits: int) -> Mapping[int, int]:
-    """{the first digits of a year after its century: their token id}, of those that are one token."""
+    """Token ids of the first digits of a year after its century, by the digits, where they are one token."""
     prompt = _text(SPANS[0], century, 1)
     tokens = {
         ending: next_token(tokenizer, prompt, f"{ending:0{n_digits}d}") for ending in range(10**n_digits)

@@ -1,5 +1,4 @@
-"""Candidates for top-k tables: collected from the blocks of a corpus until there are enough to be ranked
-together.
+"""Candidates for top-k tables, collected from blocks of a corpus until enough can be ranked together.
 
 Border: arrays; the caller decides which candidates win.
 """
@@ -15,12 +14,12 @@ __all__ = ["Candidates"]
 
 
 class Candidates:
-    """Buffer of candidates for tables [row, place], until their number reaches the tables' size.
+    """Buffer of candidates for top-k tables, which is ranked only when it holds as many as a table.
 
-    Ranking after every block would rank the table entries again and again.
+    Ranking after every block would rank the entries of the tables again and again.
 
     Arguments:
-        places: Number of places of a table; at least BLOCK candidates are collected.
+        places: Number of entries of a table, rows times k; at least BLOCK candidates are collected.
     """
 
     def __init__(self, places: int) -> None:
@@ -33,19 +32,25 @@ class Candidates:
         return self._count
 
     def add(self, row: Array, *columns: Array) -> bool:
-        """Add candidates, [candidate] each; returns whether there are enough to rank them."""
+        """Add candidates to the buffer, and return whether there are enough to rank them.
+
+        Arguments:
+            row: Row of the table for which each candidate competes [candidate].
+            columns: Values of the candidates [candidate], one array per table.
+        """
         self._waiting.append((row, *columns))
         self._count += len(row)
         return self._count >= self._enough
 
     def take_with(self, *tables: Array) -> list[Array]:
-        """Concatenate table entries and buffered candidates, and empty the buffer, which must not be empty.
+        """Empty the buffer, and return its candidates behind the entries that the tables hold already.
 
         Arguments:
-            tables: Tables [row, place] in column order; -1 in the first table marks an empty place.
+            tables: Tables [row, k], in the order of the columns of `add`; -1 in the first marks an empty
+            entry.
 
         Returns:
-            Row indices, then the columns.
+            Row of each entry and candidate, then its value in each table; all [entry].
         """
         row, *columns = (np.concatenate(parts) for parts in zip(*self._waiting, strict=True))
         self._waiting, self._count = [], 0

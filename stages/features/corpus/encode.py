@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["encode_corpus", "encode_crosscoder", "encode_features", "encode_nodes"]
 
 BLOCK_BYTES = 1 << 26
-"""Bytes of states converted to float32 at a time."""
+"""Largest size in bytes of the states that are converted to float32 at once."""
 
 _OUTPUTS = {
     "token_ptr": Output(("edge",), "1", "start of each token's features; the last entry is their number"),
@@ -70,13 +70,13 @@ _OUTPUTS = {
     resources=("dictionary",),
 )
 def encode_features(states: xr.DataArray, *, dictionary: Dictionary, zero_positions: int = 0) -> xr.Dataset:
-    """Active features for the states of one layer.
+    """Active features at every token, for the states of one layer.
 
     Arguments:
-        states: [layer, token, ...] with a single layer, may be lazy; dims after `token` are heads side by
-            side. Embeddings have no layer dim.
+        states: [layer, token, ...] with a single layer, may be lazy; [token, ...] for embeddings. Dims after
+            `token` are flattened, so that heads are concatenated.
         dictionary: The opened dictionary.
-        zero_positions: Number of first positions of each prompt without features.
+        zero_positions: Number of positions at the start of each prompt whose features are left out.
 
     Returns:
         token_ptr int64 [edge], feature int32 [active], value float32 [active], and the tokens' coordinates.
@@ -107,16 +107,16 @@ def encode_crosscoder(
     other: xr.DataArray | None = None,
     zero_positions: int = 0,
 ) -> xr.Dataset:
-    """Active features of a crosscoder, for the states of all layers that it reads, of one model or two.
+    """Active features of a crosscoder at every token, for the states of one model or two.
 
     Arguments:
-        states: [layer, token, ...] of the first model, may be lazy.
+        states: States [layer, token, ...] of the first model, with all layers that it reads; may be lazy.
         dictionary: The opened crosscoder.
-        other: The same of the second model, on the same tokens.
-        zero_positions: Number of first positions of each prompt without features.
+        other: States of the second model on the same tokens; None for a crosscoder of one model.
+        zero_positions: Number of positions at the start of each prompt whose features are left out.
 
     Returns:
-        As `encode_features`, for the one layer of the crosscoder.
+        token_ptr int64 [edge], feature int32 [active], value float32 [active], and the tokens' coordinates.
 
     Raises:
         ShapeError: The tokens differ, or a layer is missing.
@@ -129,7 +129,10 @@ def encode_crosscoder(
         layer = HookPoint.parse(place.hook).layer
         if layer not in states_by_model[model]["layer"].values:
             present = states_by_model[model]["layer"].values.tolist()
-            raise ShapeError(f"expected states of {place}, found layers {present}; capture it as well")
+            raise ShapeError(
+                f"expected states at {place}, which the crosscoder {dictionary.name} reads, found only "
+                f"layers {present}; capture this layer as well"
+            )
         parts.append(states_by_model[model].sel(layer=layer))
     return _encoded(states, dictionary.layers[0], _side_by_side(parts), dictionary, zero_positions)
 
@@ -141,8 +144,16 @@ def _encoded(
     dictionary: Dictionary,
     zero_positions: int,
 ) -> xr.Dataset:
-    """Active features for blocks of rows of a layer; `states` gives the token axis and its coordinates."""
-    may_be_active = is_counted(states, states.sizes["token"], zero_positions)
+    """Active features of one layer at every token, as `encode_features` returns them.
+
+    Arguments:
+        states: States of any layer, which give the tokens and their coordinates.
+        layer: Layer of the dictionary.
+        blocks: (first token, rows [token, width]) of consecutive blocks of tokens.
+        dictionary: The opened dictionary.
+        zero_positions: Number of positions at the start of each prompt whose features are left out.
+    """
+    counts_as_active = is_counted(states, states.sizes["token"], zero_positions)
     counts = np.zeros(states.sizes["token"], np.int64)
     feature_blocks: list[np.ndarray] = []
     value_blocks: list[np.ndarray] = []
@@ -151,7 +162,7 @@ def _encoded(
     for start, rows in blocks:
         # Token numbers are relative to the block. Features ascend within a token, as in every result.
         token, feature, value = (part.cpu().numpy() for part in features.active(rows))
-        kept = may_be_active[start + token]
+        kept = counts_as_active[start + token]
         counts[start : start + len(rows)] = np.bincount(token[kept], minlength=len(rows))
         feature_blocks.append(feature[kept].astype(np.int32))
         value_blocks.append(value[kept].astype(np.float32))
@@ -161,13 +172,13 @@ def _encoded(
 
 
 _FORMS = {"hidden": "encode_features", "d_head": "encode_head_features", "mlp": "encode_neuron_features"}
-"""Form of `encode_features` by the last dim of the states, for hook points with a layer."""
+"""Name of the form of `encode_features`, by the last dim of the states at the hook point."""
 _CROSSCODER_FORMS = {
     "hidden": "encode_crosscoder",
     "d_head": "encode_head_crosscoder",
     "mlp": "encode_neuron_crosscoder",
 }
-"""Form of `encode_crosscoder` by the last dim of the states; "_of_two" is appended for two models."""
+"""Name of the form of `encode_crosscoder`, by the last dim of the states; two models append "_of_two"."""
 
 
 # -- nodes
@@ -175,13 +186,13 @@ _CROSSCODER_FORMS = {
 
 @dataclass(frozen=True)
 class LayerPort(Port):
-    """One layer of a node's variable, as the input of a stage."""
+    """Input of a stage: one layer of a variable that another node computes."""
 
     layer: int = 0
-    """The layer."""
+    """Number of the layer."""
 
     def part(self, store: Store, selection: Selection) -> Part:
-        """Part of the layer's values.
+        """The layer's values along a selection of other dims.
 
         Arguments:
             store: The store that holds the node's result.
@@ -199,25 +210,26 @@ def encode_nodes(
     zero_positions: int = 0,
     device: str | None = None,
 ) -> dict[int, StageNode]:
-    """Nodes that encode the states of some layers, by layer.
+    """Plan nodes that encode the states of some layers, by layer; a crosscoder has one node.
 
     Arguments:
         dictionary: The dictionary.
         states: A node whose variables are named by hook kind, such as a capture of `Dictionary.reads`.
-        other: The same of a crosscoder's second model.
+        other: Such a node for the second model of a crosscoder; None for other dictionaries.
         layers: Layers to encode; None for all of the dictionary.
-        zero_positions: Number of first positions of each prompt without features.
-        device: Device of the arithmetic; None for a GPU if there is one.
+        zero_positions: Number of positions at the start of each prompt whose features are left out.
+        device: Device that encodes; None for a GPU if there is one.
 
     Raises:
-        DictionaryError: A layer is missing in the dictionary, or states are of too few or too many models.
+        DictionaryError: The dictionary lacks a layer, or states of one model are missing or too many.
     """
     resource, kind = dictionary.as_resource(device), dictionary.layout.read
     nodes_by_model = [states] if other is None else [states, other]
     if len(nodes_by_model) != len(dictionary.reads(layers)):
         raise DictionaryError(
-            f"expected states of {len(dictionary.reads(layers))} models for {dictionary.name}, found "
-            f"{len(nodes_by_model)}; give the states of a second model as other="
+            f"expected states of {len(dictionary.reads(layers))} models for the dictionary "
+            f"{dictionary.name}, found {len(nodes_by_model)}; give the states of a second model, if it has "
+            "one, as other="
         )
     if dictionary.places:
         # strict=False: a crosscoder of one model has no port "other".
@@ -250,27 +262,27 @@ def encode_corpus(
     device: str | None = None,
     **options: Any,
 ) -> xr.Dataset:
-    """Capture the states that a dictionary reads for some prompts, encode them, and open the active features.
+    """Capture the states that a dictionary reads on some prompts, and return their active features.
 
     Results that are stored already are not computed again.
 
     Arguments:
         dictionary: Sparse autoencoder, transcoders or crosscoder.
-        model: A loaded model, or the name of one.
-        prompts: As for `mizarr.capture`.
+        model: A loaded model, or the name of a model.
+        prompts: Prompts in any form that `mizarr.capture` takes.
         store: Store for states and features.
-        against: Second model of a crosscoder of two models.
+        against: Second model of a crosscoder of two models; None for other dictionaries.
         layers: Layers of the dictionary; None for all.
-        zero_positions: Number of first positions of each prompt without features.
-        device: Device for model and dictionary.
+        zero_positions: Number of positions at the start of each prompt whose features are left out.
+        device: Device for model and dictionary; None for a GPU if there is one.
         options: See below.
 
     Returns:
-        One row for each active feature; see `active_table`.
+        A table with one row for each active feature at a token; see `active_table`.
 
     Raises:
         DictionaryError: The dictionary does not fit the model.
-        MizarrError: As `mizarr.capture`.
+        MizarrError: The states cannot be captured; see `mizarr.capture`.
     """
     from ....pipeline import run
     from ...forward.capture.capture import CaptureNode
@@ -318,7 +330,7 @@ def _blocks(states: xr.DataArray) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _side_by_side(parts: Sequence[xr.DataArray]) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the same blocks with the rows of several arrays of the same tokens concatenated."""
+    """Yield blocks as `_blocks`, with the rows of several arrays of the same tokens concatenated."""
     import torch
 
     for blocks in zip(*map(_blocks, parts), strict=True):
@@ -326,14 +338,14 @@ def _side_by_side(parts: Sequence[xr.DataArray]) -> Iterator[tuple[int, torch.Te
 
 
 def _require_same_tokens(states: xr.DataArray, other: xr.DataArray) -> None:
-    """Raise ShapeError unless the token axes are the same."""
+    """Raise ShapeError unless two arrays of states have the same tokens."""
     names = [name for name in ("token_id", "position") if name in states.coords and name in other.coords]
     if states.sizes["token"] != other.sizes["token"] or any(
         (states[name].values != other[name].values).any() for name in names
     ):
         raise ShapeError(
-            "expected states of the same tokens from both models, found others; capture the same prompts of "
-            "both, which must share a tokenizer"
+            "expected states of the same tokens from both models of the crosscoder, found different tokens; "
+            "capture the same prompts with both models, which must share a tokenizer"
         )
 
 

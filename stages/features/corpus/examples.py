@@ -40,12 +40,12 @@ __all__ = ["contexts", "top_examples", "window_tokens"]
 def top_examples(
     encoded: xr.Dataset, *, k: int = 20, features: tuple[int, ...] | None = None, one_per_prompt: bool = True
 ) -> xr.Dataset:
-    """The k tokens at which each feature of a layer is strongest.
+    """The k tokens of a corpus at which each feature of a layer is most active.
 
     Arguments:
-        encoded: Encoded layer, from `encode_features`.
+        encoded: Active features of the layer, from `encode_features`.
         k: Number of examples per feature.
-        features: Feature indices; None for all.
+        features: Indices of the features; None for all of the layer.
         one_per_prompt: Whether only the strongest token of each prompt counts, so that repeated text gives
             one example.
 
@@ -67,7 +67,7 @@ def top_examples(
 
 
 class _TopK:
-    """The k strongest tokens of each row (feature) among those added so far."""
+    """Table of the k tokens of largest activation for each row (a feature), updated block by block."""
 
     def __init__(self, size: int, k: int, prompt: Ints | None) -> None:
         self.k, self.prompt = k, prompt
@@ -79,12 +79,12 @@ class _TopK:
         self._candidates = Candidates(self.token.size)
 
     def add(self, row: Ints, token: Ints, value: npt.NDArray[np.float32]) -> None:
-        """Add candidates of all rows, by ascending token from call to call; row -1 is ignored.
+        """Add tokens that may enter the table; tokens must ascend from call to call.
 
         Arguments:
-            row: Row of each candidate [candidate].
-            token: Its token.
-            value: Its activation.
+            row: Row of each candidate [candidate]; candidates of row -1 are ignored.
+            token: Token of each candidate [candidate].
+            value: Activation of each candidate [candidate].
         """
         # Equal values rank by token; this token comes later than those in the table, so it loses.
         entering = np.flatnonzero(value > self._threshold[row])
@@ -92,7 +92,7 @@ class _TopK:
             self.rank()
 
     def rank(self) -> None:
-        """Rank the collected candidates; must be called after the last `add`."""
+        """Enter the collected candidates into the table; must be called after the last `add`."""
         if not len(self._candidates):
             return
         row, token, value = self._candidates.take_with(self.token, self.value)
@@ -107,7 +107,7 @@ class _TopK:
         self._threshold[:-1] = np.where(is_full, self.value[:, -1], -np.inf)
 
     def _strongest_of_prompts(self, row: Ints, token: Ints, value: npt.NDArray[np.float32]) -> Ints:
-        """Index of the strongest candidate per row and prompt; the smallest token among equal ones."""
+        """Index of the strongest candidate of each row and prompt [candidate]; the first token wins ties."""
         assert self.prompt is not None
         # (row, prompt) as one integer, so that one sort groups them.
         pair = row * (int(self.prompt.max(initial=0)) + 1) + self.prompt[token]
@@ -124,14 +124,14 @@ def contexts(
     before: int = 10,
     after: int = 5,
 ) -> xr.Dataset:
-    """The tokens around examples, and the feature's activation at each of them.
+    """The tokens around examples, and the feature's activation at each of these tokens.
 
     Arguments:
         examples: Result of `top_examples` for this layer.
-        encoded: The encoded layer.
-        features: Feature indices; None for all of `examples`.
+        encoded: Active features of the layer, from `encode_features`.
+        features: Indices of the features; None for all in `examples`.
         before: Number of tokens before the example, within the same prompt.
-        after: Number of tokens after it.
+        after: Number of tokens after the example, within the same prompt.
 
     Returns:
         token_id int32 [feature, rank, window], -1 outside the prompt; activation float32 of the same dims;
@@ -160,12 +160,12 @@ def contexts(
 
 
 def window_tokens(token: Ints, window: Ints, prompt: Ints) -> tuple[Ints, Bools]:
-    """Tokens around examples [...], and whether each exists in the example's prompt; both [..., window].
+    """(tokens around examples, whether each belongs to the example's prompt), both [..., window].
 
     Arguments:
-        token: Number of each example's token in the corpus; -1 for none.
-        window: Offsets.
-        prompt: Prompt of every token of the corpus.
+        token: Number of each example's token in the corpus [...]; -1 for no example.
+        window: Offsets of the tokens from the example [window].
+        prompt: Prompt of every token of the corpus [token].
     """
     tokens = token[..., None] + window
     exists = (token >= 0)[..., None] & (tokens >= 0) & (tokens < len(prompt))
@@ -175,7 +175,7 @@ def window_tokens(token: Ints, window: Ints, prompt: Ints) -> tuple[Ints, Bools]
 
 
 def _activations(encoded: xr.Dataset, token: Ints, feature: Ints) -> npt.NDArray[np.float32]:
-    """Activations of (token, feature) pairs, 0 if not active; reads the corpus block by block."""
+    """Activation of each pair of a token and a feature, float32 [pair]; 0 if the feature is not active."""
     ptr, size = encoded["token_ptr"].values, int(encoded.attrs["n_features"])
     activations = np.zeros(len(token), np.float32)
     # Sorted by token, so that each block of the corpus is read once.
@@ -189,19 +189,19 @@ def _activations(encoded: xr.Dataset, token: Ints, feature: Ints) -> npt.NDArray
         owner = np.repeat(np.arange(start, stop), np.diff(ptr[start : stop + 1]))
         keys = owner * size + active["feature"].values  # ascending, as tokens and their features are
         pair_keys = token[pairs] * size + feature[pairs]
-        spot = np.searchsorted(keys, pair_keys)
-        hit = spot < len(keys)
-        hit[hit] = keys[spot[hit]] == pair_keys[hit]
-        activations[pairs[hit]] = active["value"].values[spot[hit]]
+        index = np.searchsorted(keys, pair_keys)
+        is_found = index < len(keys)
+        is_found[is_found] = keys[index[is_found]] == pair_keys[is_found]
+        activations[pairs[is_found]] = active["value"].values[index[is_found]]
     return activations
 
 
 def _feature_indices(encoded: xr.Dataset, features: Sequence[int] | None) -> Ints:
-    """Requested indices, ascending, each once; DictionaryError for one that does not exist."""
+    """Requested feature indices (None: all), ascending, each once; DictionaryError for unknown ones."""
     size = int(encoded.attrs["n_features"])
     if features is None:
         return np.arange(size)
     wrong = [feature for feature in features if not 0 <= feature < size]
     if wrong:
-        raise DictionaryError(f"expected features from 0 to {size - 1}, found {wrong[0]}")
+        raise DictionaryError(f"expected feature indices from 0 to {size - 1}, found {wrong[0]}")
     return np.array(sorted(set(features)), np.int64)

@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 __all__ = ["ActiveBlock", "active_table", "blocks", "is_counted", "join_encoded", "rows_of"]
 
 BLOCK = 1 << 20
-"""Active features read at a time."""
+"""Number of active features that are read at once."""
 
 
 class ActiveBlock(NamedTuple):
-    """Active features of some consecutive tokens; each array is [active]."""
+    """Active features of consecutive tokens of a corpus, in the order of tokens; arrays are [active]."""
 
     token: npt.NDArray[np.int64]
     """Number of the token in the corpus, ascending."""
     feature: npt.NDArray[np.int32]
     """Index of the feature, ascending within a token."""
     value: npt.NDArray[np.float32]
-    """Activation."""
+    """Activation of the feature at the token."""
 
 
 def blocks(encoded: xr.Dataset, size: int = BLOCK) -> Iterator[ActiveBlock]:
-    """Active features of a layer, block by block in order; the features of one token stay together.
+    """Yield the active features of a layer in blocks; the features of one token stay together.
 
     Arguments:
         encoded: Encoded layer, from `encode_features`.
@@ -58,7 +58,7 @@ def blocks(encoded: xr.Dataset, size: int = BLOCK) -> Iterator[ActiveBlock]:
 
 
 def _ranges(ptr: npt.NDArray[np.int64], size: int) -> Iterator[tuple[int, int]]:
-    """Yield (first token, last token + 1) of each block."""
+    """Yield (first token, last token + 1) of each block; token t's features are at ptr[t] to ptr[t + 1]."""
     start = 0
     while start < len(ptr) - 1:
         stop = int(np.searchsorted(ptr, ptr[start] + size, side="right")) - 1
@@ -71,31 +71,32 @@ def _ranges(ptr: npt.NDArray[np.int64], size: int) -> Iterator[tuple[int, int]]:
 def is_counted(
     labelled: xr.DataArray | xr.Dataset, n_tokens: int, zero_positions: int
 ) -> npt.NDArray[np.bool_]:
-    """Whether each token can have features, bool [token]; the first ones of a prompt may be left out.
+    """Whether each token counts, bool [token]: it is not among the first positions that are left out.
 
     Arguments:
         labelled: States or features with the coordinate `position`.
         n_tokens: Number of tokens.
-        zero_positions: Number of first positions of each prompt without features.
+        zero_positions: Number of positions at the start of each prompt whose features are left out.
 
     Raises:
-        ShapeError: Positions matter, and the coordinate is missing.
+        ShapeError: `zero_positions` is above 0, and there is no coordinate `position`.
     """
     if zero_positions == 0:
         return np.ones(n_tokens, bool)
     if "position" not in labelled.coords:
         raise ShapeError(
-            "expected a coordinate 'position' of the states, found none; add it, or leave zero_positions at 0"
+            f"expected a coordinate 'position' of the tokens, as zero_positions={zero_positions} leaves out "
+            "first positions, found none; add the coordinate, or set zero_positions=0"
         )
     return np.asarray(labelled["position"].values >= zero_positions)
 
 
 def rows_of(features: Ints, n_features: int) -> Ints:
-    """Row of each of a layer's features in a result, int64 [n_features].
+    """Row of each feature of a layer in a result about some of them, int64 [n_features]; -1 without a row.
 
     Arguments:
-        features: indices of the features of the result, one per row.
-        n_features: number of features of the layer; those without a row get -1.
+        features: Indices of the features that the result is about, one per row.
+        n_features: Number of features of the layer.
     """
     row = np.full(n_features, -1, np.int64)
     row[features] = np.arange(len(features))
@@ -103,7 +104,7 @@ def rows_of(features: Ints, n_features: int) -> Ints:
 
 
 def join_encoded(parts: Sequence[xr.Dataset]) -> xr.Dataset:
-    """Token ranges of one layer joined end to end; lazy, so that a corpus is copied block by block."""
+    """Join the active features of consecutive token ranges of one layer; lazy, so that nothing is read."""
     import dask.array as da
     import xarray as xr
 
@@ -135,10 +136,10 @@ def join_encoded(parts: Sequence[xr.Dataset]) -> xr.Dataset:
 def active_table(encoded: Mapping[int, xr.Dataset]) -> xr.Dataset:
     """Active features of a corpus as a table, layer by layer.
 
-    Select rows with `table.where(table.feature == 7, drop=True)`, or convert a part with `to_dataframe()`.
+    `table.where(table.feature == 7, drop=True)` selects rows, and `to_dataframe()` converts them.
 
     Arguments:
-        encoded: Encoded layers by layer number.
+        encoded: Active features by layer, from `encode_features`.
 
     Returns:
         activation [active], lazy if it is large, with the coordinates layer, prompt, position, token (number
@@ -150,7 +151,7 @@ def active_table(encoded: Mapping[int, xr.Dataset]) -> xr.Dataset:
     import xarray as xr
 
     if not encoded:
-        raise ShapeError("expected at least one encoded layer, found none")
+        raise ShapeError("expected the active features of at least one layer, found an empty mapping")
     tables = [_table(layer, encoded[layer]) for layer in sorted(encoded)]
     # "override": indexes and attributes of the layers are equal, and comparing them would read lazy columns.
     joined: xr.Dataset = xr.concat(
@@ -166,21 +167,21 @@ def active_table(encoded: Mapping[int, xr.Dataset]) -> xr.Dataset:
 
 
 def _table(layer: int, encoded: xr.Dataset) -> xr.Dataset:
-    """Active features of one layer as a table; lazy if there are more than BLOCK."""
+    """Active features of one layer as a table with one row each; lazy if there are more than BLOCK."""
     import dask.array as da
     import xarray as xr
 
     ptr = encoded["token_ptr"].values
     size = int(ptr[-1])
-    places = da.arange(size, chunks=BLOCK, dtype=np.int64)
+    rows = da.arange(size, chunks=BLOCK, dtype=np.int64)
 
     def by_token(values: npt.NDArray[Any]) -> Any:
-        # The token of a place is the last one whose features begin at or before it.
-        def look_up(place: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-            token_values: npt.NDArray[Any] = values[np.searchsorted(ptr, place, side="right") - 1]
+        # The token of a row is the last one whose features begin at or before the row.
+        def look_up(row: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+            token_values: npt.NDArray[Any] = values[np.searchsorted(ptr, row, side="right") - 1]
             return token_values
 
-        column = places.map_blocks(look_up, dtype=values.dtype)
+        column = rows.map_blocks(look_up, dtype=values.dtype)
         return column if size > BLOCK else column.compute()
 
     labels = {

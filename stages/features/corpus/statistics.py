@@ -35,53 +35,60 @@ __all__ = ["feature_statistics"]
     },
 )
 def feature_statistics(encoded: xr.Dataset) -> xr.Dataset:
-    """Figures of one layer's features over all tokens that can have features.
+    """How often and how strongly each feature of a layer is active in a corpus.
 
     Arguments:
-        encoded: Encoded layer, from `encode_features`; its first `zero_positions` of each prompt are not
-            counted.
+        encoded: Active features of the layer, from `encode_features`. Its attribute `zero_positions` is the
+            number of positions at the start of each prompt that do not count.
 
     Returns:
-        See `outputs`; attributes n_tokens and mean_l0.
+        The variables in `outputs`, and as attributes n_tokens, the number of tokens that count, and mean_l0,
+        the
+        mean number of active features at a token.
 
     Raises:
-        ShapeError: No token can have features.
+        ShapeError: No token counts.
     """
     import xarray as xr
 
-    size = int(encoded.attrs["n_features"])
-    count = np.zeros(size, np.int64)
-    total, largest = np.zeros(size), np.full(size, -np.inf, np.float32)
+    n_features = int(encoded.attrs["n_features"])
+    firing_count = np.zeros(n_features, np.int64)
+    activation_sum, largest = np.zeros(n_features), np.full(n_features, -np.inf, np.float32)
     for block in blocks(encoded):
         # Converted once: bincount and indexing would each convert int32 indices.
         feature = block.feature.astype(np.int64)
-        count += np.bincount(feature, minlength=size)
-        total += np.bincount(feature, weights=block.value, minlength=size)
+        firing_count += np.bincount(feature, minlength=n_features)
+        activation_sum += np.bincount(feature, weights=block.value, minlength=n_features)
         # np.maximum.at is slow, so it gets only values above the maximum so far.
         larger = np.flatnonzero(block.value > largest[feature])
         np.maximum.at(largest, feature[larger], block.value[larger])
-    per_token = np.diff(encoded["token_ptr"].values)[counted(encoded)]
-    if not len(per_token):
+    active_per_token = np.diff(encoded["token_ptr"].values)[counted(encoded)]
+    if not len(active_per_token):
         raise ShapeError(
-            "expected at least one token that may have features, found none; encode longer prompts"
+            "expected at least one token after the positions at the start of each prompt that are left out "
+            "(zero_positions), found none; encode longer prompts"
         )
     with np.errstate(divide="ignore"):  # log10(0) = -inf marks features that never fire
-        frequency = np.log10(count / len(per_token))
-    l0 = np.bincount(per_token)
+        log10_frequency = np.log10(firing_count / len(active_per_token))
+    l0_count = np.bincount(active_per_token)
     return xr.Dataset(
         {
-            "firing_count": ("feature", count),
-            "log10_frequency": ("feature", frequency),
-            "mean_activation": ("feature", total / np.maximum(count, 1)),
-            "max_activation": ("feature", np.where(count > 0, largest, 0)),
-            "l0_count": ("l0", l0),
+            "firing_count": ("feature", firing_count),
+            "log10_frequency": ("feature", log10_frequency),
+            "mean_activation": ("feature", activation_sum / np.maximum(firing_count, 1)),
+            "max_activation": ("feature", np.where(firing_count > 0, largest, 0)),
+            "l0_count": ("l0", l0_count),
         },
-        coords={"feature": np.arange(size), "l0": np.arange(len(l0)), "layer": encoded["layer"]},
-        attrs={"n_tokens": len(per_token), "mean_l0": float(per_token.mean())},
+        coords={
+            "feature": np.arange(n_features),
+            "l0": np.arange(len(l0_count)),
+            "layer": encoded["layer"],
+        },
+        attrs={"n_tokens": len(active_per_token), "mean_l0": float(active_per_token.mean())},
     )
 
 
 def counted(encoded: xr.Dataset) -> npt.NDArray[np.bool_]:
-    """Whether each token of an encoded layer can have features, bool [token]."""
+    """Whether each token counts, bool [token]: it is not among the first positions that are left out."""
     zero_positions = int(encoded.attrs.get("zero_positions", 0))
     return is_counted(encoded, encoded.sizes["edge"] - 1, zero_positions)

@@ -39,7 +39,7 @@ Floats = npt.NDArray[np.float32]
 
 
 _ROWS = 1024
-"""Decoder rows gathered at a time."""
+"""Number of decoder rows that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class PromptFeatures(DictionaryExperiment):
     tokens: tuple[int, ...]
     """Token ids of the prompt."""
     dictionary: str
-    """Dictionary name, excluded from the key."""
+    """Argument of `Dictionary.from_pretrained`; excluded from the key of results."""
     features: str
-    """Identity of the dictionary."""
+    """Digest of the dictionary (`Dictionary.identity`)."""
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One cell: a single forward pass gives all features."""
@@ -65,7 +65,7 @@ class PromptFeatures(DictionaryExperiment):
 
 @dataclass(frozen=True)
 class FeatureActivity(PromptFeatures):
-    """All active features of a prompt."""
+    """All active features of a prompt, with the reconstruction error that they leave."""
 
     name: ClassVar[str] = "feature_activity"
     version: ClassVar[int] = 1
@@ -77,7 +77,7 @@ class FeatureActivity(PromptFeatures):
     }
 
     zero_positions: int = 0
-    """Number of first positions without features, see `Dictionary.encode`."""
+    """Number of positions at the start whose features are left out; see `Dictionary.encode`."""
 
     def runs(self, prepared: Dictionary, cell: CellLabels) -> list[Run]:
         """A run of the prompt that captures the dictionary's read and write hooks."""
@@ -91,16 +91,16 @@ class FeatureActivity(PromptFeatures):
         rebuilt = prepared.reconstruct(active, states)
         errors, sizes = [], []
         for layer, reconstruction in rebuilt.items():
-            # In the dtype of the arithmetic, float32 or float64, whatever the model's is.
-            true = as_rows(result[prepared.write_hook(layer)][0]).to(reconstruction)
-            errors.append(array((true - reconstruction).square().mean(-1)))
+            # In the dtype of the reconstruction, float32 or float64, whatever the model's dtype is.
+            actual = as_rows(result[prepared.write_hook(layer)][0]).to(reconstruction)
+            errors.append(array((actual - reconstruction).square().mean(-1)))
             # About the mean over positions: a constant offset is not counted as explained variance.
-            sizes.append(array((true - true.mean(0)).square().mean(-1)))
+            sizes.append(array((actual - actual.mean(0)).square().mean(-1)))
         return {
             "indices": active.indices.cpu().numpy(),
             "value": array(active.value),
             # By layer, as the active features are sorted.
-            "norm": np.concatenate([_norms(prepared, active, layer) for layer in prepared.layers]),
+            "norm": np.concatenate([_written_norms(prepared, active, layer) for layer in prepared.layers]),
             "error": np.stack(errors),
             "size": np.stack(sizes),
         }
@@ -128,7 +128,7 @@ class FeatureActivity(PromptFeatures):
 
 @dataclass(frozen=True)
 class FeatureTrace(PromptFeatures):
-    """Activations of selected features along a prompt; only layers of these features are read."""
+    """Activations of a few features at every position of a prompt; only their layers are read from disk."""
 
     name: ClassVar[str] = "feature_trace"
     version: ClassVar[int] = 1
@@ -140,7 +140,7 @@ class FeatureTrace(PromptFeatures):
     """(layer, index) of each feature."""
 
     def runs(self, prepared: Dictionary, cell: CellLabels) -> list[Run]:
-        """A run of the prompt that captures the states read by the features' layers."""
+        """One run of the prompt, which captures the states that the features read."""
         layers = sorted({layer for layer, _ in self.chosen})
         return [Run(self.tokens, HookSpec().capture(*map(prepared.read_hook, layers)), None)]
 
@@ -165,8 +165,8 @@ class FeatureTrace(PromptFeatures):
         )
 
 
-def _norms(dictionary: Dictionary, active: Active, layer: int) -> Any:
-    """Norm of each active feature's decoder vectors over all layers that it writes to [active]."""
+def _written_norms(dictionary: Dictionary, active: Active, layer: int) -> Any:
+    """Norm of the decoder vectors, over all written layers, of a layer's active features [active]."""
     features = active.feature[active.layer == layer]
     norms = np.zeros(len(features), np.float32)
     for start in range(0, len(features), _ROWS):
@@ -186,7 +186,7 @@ def read_states(dictionary: Dictionary, result: HookCache, layers: Sequence[int]
         layers: Layers of the dictionary.
 
     Returns:
-        States [position, d_in] by layer; heads are put side by side.
+        States [position, d_in] by layer, heads concatenated.
 
     Raises:
         DictionaryError: The dictionary is a crosscoder, whose features read several hook points at once.
@@ -215,5 +215,5 @@ def traces(
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """States as [position, width]: heads [head, position, d_head] are put side by side."""
+    """States as [position, width]; heads [head, position, d_head] are concatenated."""
     return x if x.ndim == 2 else x.transpose(0, 1).flatten(1)

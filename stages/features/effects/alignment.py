@@ -42,36 +42,36 @@ __all__ = ["DecoderSearch", "Scored", "align", "align_over_targets", "ranking_co
 Floats = npt.NDArray[np.float32]
 
 ROWS = 4096
-"""Decoder rows in memory at a time."""
+"""Number of decoder rows that are in memory at once."""
 SMALLEST_NORM = 1e-10
 """Smallest norm by which a direction is divided; a shorter direction is left as it is."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """A feature and its score."""
+    """A feature, and how well its decoder vector aligns with a direction."""
 
     feature: FeatureId
     """Layer and index of the feature."""
     score: float
-    """Cosine or dot product with a direction."""
+    """Cosine or dot product of decoder vector and direction."""
 
 
 @plain_torch()
 def align(
     dictionary: Dictionary, directions: Any, target: int, top_k: int, *, cosine: bool = True
 ) -> list[list[Scored]]:
-    """The features that write most along each direction at one layer.
+    """The features whose decoder vectors for one layer align best with each direction.
 
     Arguments:
         dictionary: The dictionary of the features.
         directions: Tensor or array of real numbers [direction, d_out].
-        target: Layer written to; features of all layers that write to it are ranked together.
+        target: Layer that is written; the features of all layers that write to it are ranked together.
         top_k: Number of features per direction.
         cosine: Whether scores are cosines; else dot products.
 
     Returns:
-        Per direction, the best features; features whose score is not finite are left out.
+        By direction, a list of features, best first; those whose score is infinite or NaN are left out.
 
     Raises:
         DictionaryError: No feature writes to the layer.
@@ -81,8 +81,8 @@ def align(
     sources = [layer for layer in dictionary.layers if target in dictionary.targets(layer)]
     if not sources:
         raise DictionaryError(
-            f"expected a layer that {dictionary.name} writes to ({layers_text(dictionary.write_layers)}), "
-            f"found target={target}"
+            f"expected target to be a layer that features of {dictionary.name} write to "
+            f"({layers_text(dictionary.write_layers)}), found target={target}"
         )
     scores_by_layer = [_scores(dictionary, layer, target, matrix, cosine) for layer in sources]
     return [_ranked(sources, [scores[i] for scores in scores_by_layer], top_k) for i in range(len(matrix))]
@@ -92,7 +92,7 @@ def align(
 def align_over_targets(
     dictionary: Dictionary, directions: Any, top_k: int, *, cosine: bool = True
 ) -> list[list[Scored]]:
-    """The features that write most along each direction at any layer.
+    """The features whose decoder vectors for any layer align best with each direction.
 
     For each target layer the best `top_k` are found; a feature counts with its best score over these layers.
 
@@ -118,12 +118,12 @@ def align_over_targets(
 
 
 def _checked(dictionary: Dictionary, directions: Any, cosine: bool) -> Floats:
-    """Directions as float32 [direction, d_out], of norm 1 for cosines; ShapeError for another shape."""
+    """Directions as float32 [direction, d_out], with norm 1 if scores are cosines; ShapeError for others."""
     matrix = np.asarray(array(directions) if hasattr(directions, "detach") else directions, np.float32)
     if matrix.ndim != 2 or not len(matrix) or matrix.shape[1] != dictionary.d_out:
         raise ShapeError(
-            f"expected directions [direction, {dictionary.d_out}], at least one, found shape "
-            f"{list(matrix.shape)}"
+            f"expected directions of shape [direction, {dictionary.d_out}] for features of "
+            f"{dictionary.name}, at least one, found shape {list(matrix.shape)}"
         )
     if not cosine:
         return matrix
@@ -133,7 +133,7 @@ def _checked(dictionary: Dictionary, directions: Any, cosine: bool) -> Floats:
 
 
 def _scores(dictionary: Dictionary, layer: int, target: int, directions: Floats, cosine: bool) -> Floats:
-    """Scores of all features of one layer, [direction, feature]."""
+    """Scores [direction, feature] of all features of one layer, by their decoder vectors for `target`."""
     features = dictionary.layer(layer)
     scores = np.empty((len(directions), features.n_features), np.float32)
     for start in range(0, features.n_features, ROWS):
@@ -149,7 +149,13 @@ def _scores(dictionary: Dictionary, layer: int, target: int, directions: Floats,
 
 
 def _ranked(layers: Sequence[int], scores: Sequence[Floats], top_k: int) -> list[Scored]:
-    """The best features of several layers together."""
+    """The `top_k` features of highest score, best first.
+
+    Arguments:
+        layers: Layers that are ranked together.
+        scores: Scores [feature] of each of these layers.
+        top_k: Number of features.
+    """
     layer = np.repeat(np.array(layers), [len(row) for row in scores])
     index = np.concatenate([np.arange(len(row)) for row in scores])
     score = np.concatenate(list(scores))
@@ -160,11 +166,11 @@ def _ranked(layers: Sequence[int], scores: Sequence[Floats], top_k: int) -> list
 
 
 def ranking_columns(ranking: Sequence[Scored], meaning: str) -> dict[str, Any]:
-    """Columns score, source_layer and feature [rank] of a ranking, as xarray takes them.
+    """Coordinates score, source_layer and feature [rank] of a ranking, as `xr.Dataset` takes them.
 
     Arguments:
-        ranking: Features, best first.
-        meaning: `long_name` of the score.
+        ranking: Features with their scores, best first.
+        meaning: Description of the score, stored as its `long_name`.
     """
     about = {"units": "1", "long_name": meaning}
     return {
@@ -176,7 +182,7 @@ def ranking_columns(ranking: Sequence[Scored], meaning: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DecoderSearch(DictionaryExperiment):
-    """Features whose decoder vectors align with a token's embedding.
+    """The features of a dictionary whose decoder vectors align best with a token's embedding.
 
     If embedding and unembedding of a model differ, the embedding is used.
     """
@@ -188,31 +194,31 @@ class DecoderSearch(DictionaryExperiment):
     }
 
     token: int
-    """Id of the token."""
+    """Id of the token whose embedding is the direction."""
     dictionary: str
-    """Dictionary name, excluded from the key."""
+    """Argument of `Dictionary.from_pretrained`; excluded from the key of results."""
     features: str
-    """Identity of the dictionary."""
+    """Digest of the dictionary (`Dictionary.identity`)."""
     target: int | None = None
-    """Layer written to; None for the best score over all layers."""
+    """Layer that is written: its decoder vectors count. None: the best score over all layers."""
     top_k: int = 20
-    """Number of features."""
+    """Number of features, best first."""
     cosine: bool = True
     """Whether scores are cosines; else dot products."""
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """A single cell; PromptError for a token id outside the vocabulary."""
         if not 0 <= self.token < config.vocab_size:
-            raise PromptError(f"expected a token id in 0..{config.vocab_size - 1}, found {self.token}")
+            raise PromptError(f"expected a token id from 0 to {config.vocab_size - 1}, found {self.token}")
         return [{}]
 
     def prepare(self, model: Model) -> tuple[Dictionary, Any]:
-        """The dictionary and the direction [1, hidden]."""
+        """(dictionary, embedding of the token as direction [1, hidden])."""
         dictionary = self.opened(model)
         return dictionary, model.embedding_vector(self.token)[None]
 
     def runs(self, prepared: Any, cell: CellLabels) -> list[Run]:
-        """Empty: no prompt is needed."""
+        """Runs of the model: none, because only weights are read."""
         return []
 
     def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> Any:

@@ -56,23 +56,23 @@ if TYPE_CHECKING:
 __all__ = ["REST", "FeatureAttribution", "PairAttribution", "PromptPairExperiment"]
 
 REST = -1
-"""Index in place of a feature's: the remainder, which no feature accounts for."""
+"""Value in place of a feature's index that marks a remainder, which no feature accounts for."""
 Ints = npt.NDArray[np.int64]
 _CLEAN, _CORRUPTED = 0, 1
 
 
 @dataclass(frozen=True, eq=False)
 class PairAttribution:
-    """The difference of the clean and the corrupted run, split into features and remainders."""
+    """Difference of clean and corrupted run, in cells: a feature or remainder at one position each."""
 
     dictionary: Dictionary
     """The dictionary of the features."""
     heads: int | None
-    """Number of attention heads; None for models without heads."""
+    """Number of attention heads of the model; None for models without heads."""
     clean: Floats
-    """Wanted logits of the clean run."""
+    """Logits of the clean run that the metric reads."""
     corrupted: Floats
-    """Wanted logits of the corrupted run."""
+    """Logits of the corrupted run that the metric reads."""
     place: Ints
     """Layer, position and index of each cell, int64 [cell, 3]. The layer is the one that a feature reads, or
     the one to which a remainder is written."""
@@ -81,44 +81,44 @@ class PairAttribution:
     effect: Floats
     """Estimated effect of each cell on the metric before rescaling [cell]."""
     rests: Mapping[int, Tensor]
-    """Remainder by written layer, [position, d_out]."""
+    """Remainder [position, d_out] by written layer."""
     gradients: Mapping[int, Tensor]
-    """Gradient of the corrupted run's metric by written layer, [position, d_out]."""
+    """Gradient [position, d_out] of the corrupted run's metric by written layer."""
 
     def written(self, cell: int) -> dict[int, Tensor]:
-        """Vectors that patching a cell adds at its position: layer -> float32 [d_out]."""
+        """Vectors that patching a cell adds at its position, float32 [d_out] by layer."""
         layer, position, feature = map(int, self.place[cell])
         if feature == REST:
             return {layer: self.rests[layer][position].float()}
         return self.of_feature(layer, feature, float(self.change[cell]))
 
     def of_feature(self, layer: int, feature: int, amount: float) -> dict[int, Tensor]:
-        """Vectors that a feature writes: layer -> float32 [d_out].
+        """Vectors that a change of a feature's activation adds, float32 [d_out] by layer.
 
         Arguments:
-            layer: Layer of the feature.
-            feature: Its index.
-            amount: Units of the feature.
+            layer: Layer that the feature reads.
+            feature: Index of the feature within the layer.
+            amount: Change of its activation.
         """
         return added(self.dictionary, [Injection(FeatureId(layer, feature), amount)])
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptPairExperiment(DictionaryExperiment):
-    """Base class of experiments that add the dictionary's output of a clean run to a corrupted run."""
+    """Base class of experiments that patch features from a clean run into a corrupted run."""
 
     clean: tuple[int, ...]
     """Token ids of the clean prompt."""
     corrupted: tuple[int, ...]
     """Token ids of the corrupted prompt, of equal length."""
     metric: Metric
-    """A differentiable metric, or `Recovery` of one."""
+    """Metric of the logits with a gradient, or `Recovery` of such a metric."""
     dictionary: str
-    """Dictionary name, excluded from the key."""
+    """Argument of `Dictionary.from_pretrained`; excluded from the key of results."""
     features: str
-    """Identity of the dictionary."""
+    """Digest of the dictionary (`Dictionary.identity`)."""
     at: int = -1
-    """Position whose next-token logits are read."""
+    """Position whose next-token logits the metric reads."""
     seed: int = 0
     """Seed of all random draws."""
 
@@ -132,30 +132,30 @@ class PromptPairExperiment(DictionaryExperiment):
         return {**super().params(), "metric": self.metric.canonical()}
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """The metric of one run before rescaling.
+        """The metric of one run, before it is rescaled by the clean and the corrupted run.
 
         Arguments:
-            logits: Wanted logits of the run.
-            clean: Wanted logits of the clean run, to which some metrics compare.
+            logits: Logits of the run, as `want` selects them.
+            clean: The same logits of the clean run, with which some metrics compare.
         """
         return float(read_metrics((self.metric,), logits, clean)[0])
 
     def run_with(self, attribution: PairAttribution, position: int, vectors: Mapping[int, Tensor]) -> Run:
-        """The corrupted run with vectors added at a position.
+        """The corrupted run with vectors added at one position.
 
         Arguments:
-            attribution: Gives the dictionary and the number of heads.
-            position: The position.
-            vectors: Layer -> vector [d_out].
+            attribution: Holds the dictionary and the number of heads.
+            position: Position at which the vectors are added.
+            vectors: Vector [d_out] by layer.
         """
         rows = {layer: {position: vector} for layer, vector in vectors.items()}
         return Run(self.corrupted, added_at(attribution.dictionary, rows, attribution.heads), self.want)
 
     def effects(self, attribution: PairAttribution, values: Any) -> Floats:
-        """Differences of metric values from the corrupted run's, rescaled by the metric.
+        """Effects: metric values minus the corrupted run's value, rescaled as the metric defines.
 
         Arguments:
-            attribution: Gives the logits of the clean and the corrupted run.
+            attribution: Holds the logits of the clean and the corrupted run.
             values: Metric values before rescaling.
         """
         clean, corrupted = (
@@ -168,7 +168,7 @@ class PromptPairExperiment(DictionaryExperiment):
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureAttribution(PromptPairExperiment):
-    """Attribution of all active features, at each position of the prompts, and of remainders."""
+    """First-order effect of patching each active feature, at each position, and of the remainders."""
 
     name: ClassVar[str] = "feature_attribution"
     version: ClassVar[int] = 1
@@ -191,12 +191,12 @@ class FeatureAttribution(PromptPairExperiment):
     }
 
     verify: int = 0
-    """Number of largest estimates checked by exact runs, and of random cells besides; 0 for none."""
+    """Number of cells of largest estimate that exact runs check, and of random cells in addition; 0: none."""
 
     def __post_init__(self) -> None:
         check_lengths(self.clean, self.corrupted, None)
         if self.verify < 0:
-            raise StageError(f"{self.name}: expected a number of cells to verify, found {self.verify}")
+            raise StageError(f"{self.name}: expected verify to be at least 0, found {self.verify}")
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One cell, since the choice of the largest estimates depends on all.
@@ -213,7 +213,7 @@ class FeatureAttribution(PromptPairExperiment):
         return [{}]
 
     def prepare(self, model: Model) -> PairAttribution:
-        """Features of both runs and first-order effects of all cells, from one forward and backward pass."""
+        """Change and first-order effect of all cells, from one forward and backward pass of both prompts."""
         dictionary = self.opened(model)
         points = dict.fromkeys((*dictionary.read_hooks, *dictionary.write_hooks))
         spec = HookSpec().capture(*points, *(f"grad:{point}" for point in dictionary.write_hooks))
@@ -273,7 +273,7 @@ class FeatureAttribution(PromptPairExperiment):
         )
 
     def runs(self, prepared: PairAttribution, cell: CellLabels) -> Sequence[Run]:
-        """Runs that patch each verified cell, then runs with a random direction for each largest cell."""
+        """Runs that patch each verified cell, then runs that add a random direction for each largest cell."""
         verified, count = self._verified_cells(prepared)
         patches: list[tuple[Any, dict[int, Tensor]]] = [
             (number, prepared.written(number)) for number in verified
@@ -288,7 +288,7 @@ class FeatureAttribution(PromptPairExperiment):
         return [self.run_with(prepared, position[number], vectors) for number, vectors in patches]
 
     def measure(self, prepared: PairAttribution, cell: CellLabels, result: HookCache) -> float:
-        """The metric of one run before rescaling."""
+        """The metric of one run, before it is rescaled by the clean and the corrupted run."""
         return self.value(as_vector(result.logits), prepared.clean)
 
     def dataset(self, prepared: PairAttribution, cell: CellLabels, measured: Sequence[float]) -> xr.Dataset:
@@ -324,7 +324,7 @@ class FeatureAttribution(PromptPairExperiment):
         return xr.Dataset(variables, coords, {"metric": self.metric.name, "units": self.metric.units})
 
     def _verified_cells(self, prepared: PairAttribution) -> tuple[Ints, int]:
-        """Cells that are run exactly, the largest estimates first, and the number of the largest."""
+        """(cells checked by exact runs, those of largest estimate first; number of the latter)."""
         # Stable, so that equal estimates give the same cells on every machine.
         order = np.argsort(-np.abs(prepared.effect), kind="stable")
         count = min(self.verify, len(order))
@@ -336,8 +336,13 @@ class FeatureAttribution(PromptPairExperiment):
 def _differences(
     clean: tuple[npt.NDArray[Any], Tensor], corrupted: tuple[npt.NDArray[Any], Tensor]
 ) -> tuple[Ints, Floats]:
-    """(layer, position, index) of features active in either run, sorted, int64 [n, 3], and clean minus
-    corrupted activation of each [n]."""
+    """Features active in either run: sorted (layer, position, index), int64 [n, 3], and the clean minus the
+    corrupted activation of each [n].
+
+    Arguments:
+        clean: Indices [n, 3] and activations [n] of the clean run's active features.
+        corrupted: The same of the corrupted run.
+    """
     occurrences = np.concatenate([clean[0], corrupted[0]]).astype(np.int64)
     place, cell = np.unique(occurrences, axis=0, return_inverse=True)
     change = np.zeros(len(place))
@@ -354,10 +359,10 @@ def _effects(
     gradients: Mapping[int, Tensor],
     rests: Mapping[int, Tensor],
 ) -> Floats:
-    """First-order effect of each feature's change [n].
+    """First-order effect [n] of each feature's change on the metric.
 
-    The features' contributions are subtracted from `rests` [position, d_out] in place, which leaves the
-    remainders. Decoder rows are read in blocks.
+    What the features write is subtracted from `rests` [position, d_out] in place, which leaves the
+    remainders.
     """
     import torch
 

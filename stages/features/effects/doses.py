@@ -20,32 +20,32 @@ __all__ = ["Dose", "in_place_of", "random_like"]
 
 @dataclass(frozen=True)
 class Dose:
-    """Strength of one feature of an exchange: `fixed + factor * strength of the run`."""
+    """How strongly an intervention adds one feature: `fixed + factor * strength of the run`."""
 
     layer: int
     """Layer of the feature."""
     index: int
     """Index of the feature within its layer."""
     factor: float = 0.0
-    """Multiplier of the run's strength."""
+    """Factor by which the strength of the run is multiplied."""
     fixed: float = 0.0
     """Constant part of the strength, in units of the decoder vector."""
     from_layer: int | None = None
-    """First layer that is written to; None: all layers the feature writes to."""
+    """First layer to which the decoder vector is added; None: all layers that the feature writes to."""
     like: str | None = None
-    """Another feature ("L0:128"): the strength is scaled until both write the same norm, taken over all
-    layers written to together. This makes a random feature a control of equal size."""
+    """Name of another feature ("L0:128"), or None. The strength is scaled so that this feature writes vectors
+    of the same norm (over all layers together) as that one: a control of equal size."""
 
     def params(self) -> dict[str, Any]:
         """The fields as plain values, for the key."""
         return dict(vars(self))
 
     def at(self, strength: float, dictionary: Dictionary) -> Injection:
-        """The injection at one strength of the run.
+        """The feature with its amount, for a run of some strength.
 
         Arguments:
             strength: Strength of the run.
-            dictionary: The dictionary, whose decoder norms scale a dose with `like`.
+            dictionary: The dictionary, whose decoder norms scale the amount if `like` is set.
 
         Raises:
             InterventionError: A feature that writes nothing must be scaled.
@@ -55,8 +55,8 @@ class Dose:
             norm = written_norm(dictionary, feature, self.from_layer)
             if norm == 0:
                 raise InterventionError(
-                    f"expected {feature} to write as much as {self.like}, found that it writes nothing; "
-                    "draw others: another seed"
+                    f"expected the random feature {feature} to write vectors of the norm of {self.like}, "
+                    "found that its decoder vectors are zero; choose another seed to draw other features"
                 )
             # Both norms over the layers that are written in this exchange.
             amount *= written_norm(dictionary, self.like, self.from_layer) / norm
@@ -66,35 +66,36 @@ class Dose:
 def random_like(
     dose: Dose, count: int, n_features: int, *, seed: int, without: Sequence[Dose] = ()
 ) -> list[Dose]:
-    """The same dose of random features of the layer, scaled to write vectors of the same norm.
+    """Doses of random features as controls: same layer as `dose`, scaled to write vectors of equal norm.
 
     Arguments:
-        dose: The dose to imitate.
+        dose: The dose for which controls are drawn; its feature is not drawn.
         count: Number of features to draw.
         n_features: Number of features of the layer.
         seed: Seed of the draw.
-        without: Doses whose features are not drawn either.
+        without: Further doses whose features are not drawn.
 
     Returns:
-        Fewer than `count` doses if the layer has fewer features.
+        One dose per drawn feature; fewer than `count` if the layer has not enough features.
     """
-    excluded = [skipped.index for skipped in (dose, *without) if skipped.layer == dose.layer]
+    excluded = [other.index for other in (dose, *without) if other.layer == dose.layer]
     drawn = chosen_at_random(range(n_features), count, seed=seed, without=excluded)
     return [replace(dose, index=index, like=str(FeatureId(dose.layer, dose.index))) for index in drawn]
 
 
 def in_place_of(doses: Sequence[Dose], n_features: int, *, seed: int) -> list[Dose]:
-    """Doses in which random features of the same layer replace all features.
+    """A control for an intervention: the doses with every feature replaced by a random one of its layer.
 
-    Features of `doses` are never drawn. Several doses of a feature get the same replacement.
+    The random features write vectors of the same norms. Features of `doses` are never drawn. Several doses of
+    a feature get the same replacement.
 
     Arguments:
-        doses: Doses of one exchange.
+        doses: Doses of the intervention.
         n_features: Number of features per layer.
         seed: Seed of the draw.
 
     Raises:
-        InterventionError: A layer has too few features.
+        InterventionError: A layer has too few other features.
     """
     replacements: dict[tuple[int, int], int] = {}
     for layer in dict.fromkeys(dose.layer for dose in doses):
@@ -102,8 +103,8 @@ def in_place_of(doses: Sequence[Dose], n_features: int, *, seed: int) -> list[Do
         # As many other features must remain as are replaced.
         if 2 * len(indices) > n_features:
             raise InterventionError(
-                f"expected {len(indices)} other features of layer {layer} to draw, found "
-                f"{n_features - len(indices)}"
+                f"expected at least {len(indices)} other features in layer {layer} to draw random ones from, "
+                f"found {n_features - len(indices)}; use a dictionary with more features"
             )
         drawn = chosen_at_random(range(n_features), len(indices), seed=seed, without=indices)
         replacements |= {

@@ -76,7 +76,10 @@ def _outputs() -> dict[str, Output]:
 
 @dataclass(frozen=True)
 class FeatureExchanges(DictionaryExperiment):
-    """Every exchange at every place and strength, measured at the last position of the place's prompt.
+    """Injects sets of features into prompts, and measures the next-token predictions at the last position.
+
+    Every exchange (a set of doses injected together) is run at every place (prompt and position) and
+    strength.
 
     Raises:
         PromptError: A token is out of range.
@@ -88,19 +91,19 @@ class FeatureExchanges(DictionaryExperiment):
     outputs: ClassVar[Mapping[str, Output]] = _outputs()
 
     places: tuple[Place, ...]
-    """Prompts with the position of the exchange."""
+    """Prompts, each with the position at which features are injected."""
     dictionary: str
-    """Dictionary name, excluded from the key."""
+    """Argument of `Dictionary.from_pretrained`; excluded from the key of results."""
     features: str
-    """Identity of the dictionary: the digest of its files."""
+    """Digest of the dictionary (`Dictionary.identity`)."""
     exchanges: tuple[tuple[Dose, ...], ...]
-    """Doses injected together, one tuple per exchange."""
+    """Doses that are injected together, one tuple per exchange."""
     strengths: tuple[float, ...]
-    """Strengths of the runs, one cell each; see `Dose`."""
+    """Strengths of the runs, by which a dose's `factor` is multiplied; one cell each."""
     words: tuple[int, ...]
-    """Token ids whose logits are kept."""
+    """Ids of the tokens whose logits are stored."""
     edge: bool = False
-    """Whether to store attention weights from the last position to the place."""
+    """Whether to store attention weights from the last position to the position of the injection."""
 
     def params(self) -> dict[str, Any]:
         """All fields except the dictionary's name and the strengths, which are labels of the cells."""
@@ -112,18 +115,22 @@ class FeatureExchanges(DictionaryExperiment):
         """One cell per strength."""
         if not self.places or not self.strengths or not self.exchanges or not all(self.exchanges):
             raise InterventionError(
-                f"expected places, strengths and exchanges of at least one feature, found "
-                f"{len(self.places)}, {len(self.strengths)} and {list(map(len, self.exchanges))}"
+                "expected at least one place, one strength and one exchange, each exchange with a feature, "
+                f"found {len(self.places)} places, {len(self.strengths)} strengths and exchanges with "
+                f"{list(map(len, self.exchanges))} features"
             )
         for tokens, position in self.places:
             check_tokens(tokens, self.words)
             if not 0 <= position < len(tokens):
-                raise InterventionError(f"expected a position in 0..{len(tokens) - 1}, found {position}")
+                raise InterventionError(
+                    f"expected the position of an injection from 0 to {len(tokens) - 1}, as its prompt has "
+                    f"{len(tokens)} tokens, found {position}"
+                )
         check_words(self.words, config.vocab_size)
         return [{"strength": float(strength)} for strength in self.strengths]
 
     def prepare(self, model: Model) -> tuple[Dictionary, list[dict[str, Any]]]:
-        """Opens the dictionary and measures an untouched run per place."""
+        """(dictionary, measurements of a run without injection for each place)."""
         dictionary = self.opened(model)
         # Once per prompt: several places may be positions of the same prompt.
         untouched = {
@@ -148,20 +155,16 @@ class FeatureExchanges(DictionaryExperiment):
         # Zeros suffice: the plan depends on hook points and positions, not on the vectors.
         dictionary = self.resource.opened
         zeros = np.zeros(dictionary.d_out, np.float32)
-        written = [
-            sorted(
-                {
-                    target
-                    for dose in doses
-                    for target in dictionary.targets(dose.layer)
-                    if target >= (dose.from_layer or 0)
-                }
-            )
-            for doses in self.exchanges
-        ]
+        written_layers = []
+        for doses in self.exchanges:
+            layers_by_dose = [
+                {target for target in dictionary.targets(dose.layer) if target >= (dose.from_layer or 0)}
+                for dose in doses
+            ]
+            written_layers.append(sorted(set().union(*layers_by_dose)))
         runs = []
         for tokens, position in self.places:
-            for targets in written:
+            for targets in written_layers:
                 spec = self._captures()
                 for target in targets:
                     hook = dictionary.write_hook(target)
@@ -170,17 +173,17 @@ class FeatureExchanges(DictionaryExperiment):
         return runs
 
     def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> dict[str, Any]:
-        """Measurements of a run of the first place; see `measure_run`."""
+        """Next-token measurements of a run of the first place; see `measure_run`."""
         return self.measure_run(prepared, cell, 0, result)
 
     def measure_run(self, prepared: Any, cell: CellLabels, number: int, result: HookCache) -> dict[str, Any]:
-        """Measurements of a run, compared with the untouched run of its place.
+        """Next-token measurements of one run by name, some compared with the run without injection.
 
         Arguments:
             prepared: Result of `prepare`.
-            cell: The cell.
-            number: Number of the run in `runs`.
-            result: Its logits and captures.
+            cell: Labels of the cell.
+            number: Index of the run in `runs`.
+            result: Logits and captured activations of the run.
         """
         place = number // len(self.exchanges)
         measured, untouched = self._read(result, self.places[place][1]), prepared[1][place]
@@ -192,7 +195,7 @@ class FeatureExchanges(DictionaryExperiment):
     def dataset(
         self, prepared: tuple[Dictionary, list[dict[str, Any]]], cell: CellLabels, measured: Sequence[Any]
     ) -> xr.Dataset:
-        """Results [strength, place, exchange, ...], and untouched runs as `baseline_...` [place, ...]."""
+        """Measurements [strength, place, exchange, ...]; `baseline_...` [place, ...] without injection."""
         import xarray as xr
 
         shape = (1, len(self.places), len(self.exchanges))
@@ -200,7 +203,7 @@ class FeatureExchanges(DictionaryExperiment):
         for name in measured[0]:
             values = np.stack([run[name] for run in measured])
             variables[name] = self.outputs[name].variable(values.reshape(*shape, *values.shape[1:]))
-            # Relative to itself the untouched run has no comparison.
+            # The untouched run is not compared with itself.
             if name not in _COMPARISONS:
                 baseline_name, untouched = f"baseline_{name}", np.stack([run[name] for run in prepared[1]])
                 variables[baseline_name] = self.outputs[baseline_name].variable(untouched)
@@ -228,7 +231,10 @@ class FeatureExchanges(DictionaryExperiment):
         return HookSpec().capture("blocks.*.attn.hook_pattern") if self.edge else HookSpec()
 
     def _read(self, result: HookCache, position: int) -> dict[str, Any]:
-        """Measurements at the last position of one run; attention [layer, head] to `position`."""
+        """Measurements of one run at its last position, by name.
+
+        "logits" is [vocab]; "attention" [layer, head] is that from the last position to `position`.
+        """
         logits = read_logits(result)[0]
         logprob, words = log_softmax(logits), list(self.words)
         top = int(logits.argmax())

@@ -40,14 +40,14 @@ __all__ = ["Injection", "added", "added_at", "clamped", "injected", "written_nor
 
 @dataclass(frozen=True)
 class Injection:
-    """A feature with a strength."""
+    """A feature, and how many times its decoder vector is added."""
 
     feature: FeatureId | str
     """A FeatureId, or text such as "L14:13043"."""
     strength: float
-    """Multiple of the decoder vector."""
+    """Factor of the decoder vector; negative factors suppress."""
     from_layer: int | None = None
-    """First layer that is written to; None for all layers that the feature writes to."""
+    """First layer to which the decoder vector is added; None: all layers that the feature writes to."""
 
     def __post_init__(self) -> None:
         if isinstance(self.feature, str):
@@ -56,7 +56,7 @@ class Injection:
 
 
 def added(dictionary: Dictionary, injections: Iterable[Injection]) -> dict[int, Tensor]:
-    """Sum of the vectors that injections add at each layer: layer -> float32 [d_out], layers ascending.
+    """Sum of the vectors that injections add at each layer: float32 [d_out] by layer, ascending.
 
     Arguments:
         dictionary: The dictionary of the features.
@@ -72,7 +72,8 @@ def added(dictionary: Dictionary, injections: Iterable[Injection]) -> dict[int, 
         first_layer = targets[0] if injection.from_layer is None else injection.from_layer
         if not targets[0] <= first_layer <= targets[-1]:
             raise DictionaryError(
-                f"{feature} writes to {layers_text(targets)}, not from layer {first_layer} on"
+                f"expected the first layer for {feature} among those that it writes to, "
+                f"{layers_text(targets)}, found layer {first_layer}"
             )
         for target in targets:
             if target >= first_layer:
@@ -83,15 +84,15 @@ def added(dictionary: Dictionary, injections: Iterable[Injection]) -> dict[int, 
 
 @plain_torch()
 def written_norm(dictionary: Dictionary, feature: FeatureId | str, from_layer: int | None = None) -> float:
-    """Norm of all that one unit of a feature writes, over several layers together.
+    """Euclidean norm of a feature's decoder vectors for all layers, concatenated.
 
     Arguments:
         dictionary: The dictionary of the feature.
         feature: A FeatureId, or text such as "L14:13043".
-        from_layer: First layer that counts; None for all layers that the feature writes to.
+        from_layer: First layer whose decoder vector counts; None: all layers that the feature writes to.
 
     Raises:
-        DictionaryError: As for `added`.
+        DictionaryError: There is no such feature, or it writes to no layer from `from_layer` on.
     """
     vectors = added(dictionary, [Injection(feature, 1.0, from_layer)]).values()
     # float64: squares of float32 vectors of thousands of entries lose digits in a float32 sum.
@@ -105,7 +106,7 @@ def injected(
     *,
     heads: int | None = None,
 ) -> HookSpec:
-    """A spec that adds injections at some positions.
+    """Intervention that adds multiples of features' decoder vectors at some positions.
 
     Arguments:
         dictionary: The dictionary of the features.
@@ -118,11 +119,11 @@ def injected(
         DictionaryError: The dictionary has no such feature.
     """
     _require_some(injections, positions)
-    rows = {
-        layer: dict.fromkeys(as_indices(positions, "positions", InterventionError), vector)
-        for layer, vector in added(dictionary, injections).items()
+    indices = as_indices(positions, "positions", InterventionError)
+    vectors = {
+        layer: dict.fromkeys(indices, vector) for layer, vector in added(dictionary, injections).items()
     }
-    return added_at(dictionary, rows, heads)
+    return added_at(dictionary, vectors, heads)
 
 
 def clamped(
@@ -133,14 +134,14 @@ def clamped(
     *,
     heads: int | None = None,
 ) -> HookSpec:
-    """A spec that sets features to given activations at some positions; 0 switches a feature off.
+    """Intervention that sets features to given activations at some positions; 0 switches a feature off.
 
     Arguments:
         dictionary: The dictionary of the features.
         values: Target activation of each feature.
         positions: Token positions, counted from 0.
         active: Active features of a run of the same prompt without interventions, from `Dictionary.encode`.
-        heads: As for `injected`.
+        heads: Number of attention heads of the model; required if features write to heads ("attn.hook_z").
 
     Raises:
         InterventionError: `values` or `positions` is empty, or a position is negative.
@@ -149,14 +150,17 @@ def clamped(
     _require_some(values, positions)
     wrong = [position for position in positions if position < 0]
     if wrong:
-        raise InterventionError(f"expected positions counted from 0, as in `active`, found {wrong[0]}")
+        raise InterventionError(
+            f"expected positions counted from 0 for clamping, found {wrong[0]}; positions from the end are "
+            "not supported here"
+        )
     rows: dict[int, dict[int, Tensor]] = {}
     for name, value in values.items():
         feature = FeatureId.parse(name) if isinstance(name, str) else name
         for position in positions:
             # Relative to the activation without interventions: earlier clamps may change it in this run.
-            missing = value - _activation(active, feature, position)
-            for layer, vector in added(dictionary, [Injection(feature, missing)]).items():
+            difference = value - _activation(active, feature, position)
+            for layer, vector in added(dictionary, [Injection(feature, difference)]).items():
                 vectors = rows.setdefault(layer, {})
                 vectors[position] = vectors[position] + vector if position in vectors else vector
     return added_at(dictionary, dict(sorted(rows.items())), heads)
@@ -166,11 +170,13 @@ def _require_some(features: Sized, positions: Sequence[int]) -> None:
     """Raise InterventionError if there is no feature or no position."""
     if not len(features) or not len(positions):
         missing = "position" if len(features) else "feature"
-        raise InterventionError(f"expected at least one {missing} to inject at, found none")
+        raise InterventionError(
+            f"expected at least one feature and one position for the intervention, found no {missing}"
+        )
 
 
 def _activation(active: Active, feature: FeatureId, position: int) -> float:
-    """A feature's activation at a position; 0 if inactive."""
+    """Activation of a feature at a position; 0 if it is inactive there."""
     matches = (
         (active.layer == feature.layer) & (active.position == position) & (active.feature == feature.index)
     )
@@ -180,12 +186,12 @@ def _activation(active: Active, feature: FeatureId, position: int) -> float:
 def added_at(
     dictionary: Dictionary, rows: Mapping[int, Mapping[int, Tensor]], heads: int | None = None
 ) -> HookSpec:
-    """A spec that adds vectors where the dictionary writes.
+    """Intervention that adds vectors at the hook points that a dictionary writes.
 
     Arguments:
         dictionary: The dictionary, which states the hook points.
-        rows: Layer -> position -> vector [d_out].
-        heads: Number of attention heads of the model; required if features write to heads.
+        rows: Vector [d_out] by layer and position.
+        heads: Number of attention heads of the model; required if features write to heads ("attn.hook_z").
 
     Raises:
         InterventionError: The number of heads is missing, or does not divide d_out.
@@ -198,8 +204,9 @@ def added_at(
             continue
         if heads is None or dictionary.d_out % heads:
             raise InterventionError(
-                f"features write {dictionary.d_out} numbers to the heads at '{point}'; pass heads= their "
-                f"number in the model, found {heads!r}"
+                f"the features of {dictionary.name} write vectors of width {dictionary.d_out} to the "
+                f"attention heads at '{point}', found heads={heads!r}; give the model's number of heads as "
+                "heads="
             )
         for position, vector in vectors.items():
             # Hook z is [head, position, d_head]; a decoder row holds the heads side by side.

@@ -44,8 +44,7 @@ Feature = tuple[int, int]
 
 
 def written(dictionary: Dictionary, feature: Feature, n_layers: int) -> Array:
-    """Vector that one unit of a feature writes to each layer, float32 [layer, hidden]; zero where it writes
-    nothing.
+    """Decoder vectors of a feature for all layers of a model, float32 [layer, hidden]; zero without one.
 
     Arguments:
         dictionary: The dictionary of the feature.
@@ -58,8 +57,9 @@ def written(dictionary: Dictionary, feature: Feature, n_layers: int) -> Array:
     feature_id = FeatureId(*feature)
     if dictionary.write_hook(feature_id.layer).dims[-1] != "hidden":
         raise InterventionError(
-            f"expected a feature that writes to the residual stream, found {feature_id}, which writes at "
-            f"{dictionary.write_hook(feature_id.layer)}; use another dictionary"
+            f"expected a feature that writes to the residual stream, found {feature_id} of "
+            f"{dictionary.name}, which writes at {dictionary.write_hook(feature_id.layer)}; use another "
+            "dictionary"
         )
     vectors = np.zeros((n_layers, dictionary.d_out), np.float32)
     for target in dictionary.targets(feature_id.layer):
@@ -69,10 +69,9 @@ def written(dictionary: Dictionary, feature: Feature, n_layers: int) -> Array:
 
 @dataclass(frozen=True)
 class FeatureVectors(DictionaryExperiment, ContrastiveVectors):
-    """Vectors that one unit of a feature writes, by layer, and the undisturbed states to which they are
-    added.
+    """Decoder vectors of a feature by layer, and the states of a run without push at the pushed position.
 
-    positive and positive_positions are the prompt and the position of the push; the negative side is empty.
+    `positive` and `positive_positions` are the prompt and the position of the push; `negative` is empty.
     """
 
     name: ClassVar[str] = "feature_vectors"
@@ -85,13 +84,13 @@ class FeatureVectors(DictionaryExperiment, ContrastiveVectors):
 
     # Dataclass fields after one with a default need defaults too; only `negative` is left empty.
     negative: PromptTokens = ()
-    """Empty: a feature needs no contrast."""
+    """Empty: a feature needs no contrasting prompts."""
     dictionary: str = ""
-    """Dictionary name, excluded from the key."""
+    """Argument of `Dictionary.from_pretrained`; excluded from the key of results."""
     features: str = ""
-    """Identity of the dictionary."""
+    """Digest of the dictionary (`Dictionary.identity`)."""
     feature: Feature = (0, 0)
-    """(layer, index) of the feature."""
+    """(layer, index) of the feature whose vectors are pushed along."""
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One cell, the positive side.
@@ -105,7 +104,11 @@ class FeatureVectors(DictionaryExperiment, ContrastiveVectors):
         return [{"side": "positive"}]
 
     def prepare(self, model: Model) -> Array:
-        """Vectors of one unit [layer, hidden]; computed by `written`, with its errors."""
+        """Decoder vectors of the feature [layer, hidden].
+
+        Raises:
+            InterventionError: The feature does not write to the residual stream.
+        """
         return written(self.opened(model), self.feature, model.config.num_layers)
 
     def dataset(self, prepared: Array, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
@@ -119,7 +122,7 @@ class FeatureVectors(DictionaryExperiment, ContrastiveVectors):
         return parts[0]
 
     def computed(self, model: Model) -> xr.Dataset:
-        """The dataset computed in memory with a loaded model, without a store."""
+        """The same dataset, computed with a loaded model and without a store."""
         (cell,), prepared = self.cells(model.config), self.prepare(model)
         passes = (model.forward(run.prompt, run.hooks, want=None) for run in self.runs(prepared, cell))
         return self.dataset(prepared, cell, [self.measure(prepared, cell, result) for result in passes])
@@ -127,50 +130,54 @@ class FeatureVectors(DictionaryExperiment, ContrastiveVectors):
 
 @dataclass(frozen=True)
 class _FeatureDirection(DictionaryExperiment):
-    """Common base of pushes along a feature and of their null; a second base defines the measurement."""
+    """Common fields of pushes along a feature and of their null distribution."""
 
     positive: PromptTokens = ()
     """Empty: the direction comes from the dictionary."""
     negative: PromptTokens = ()
-    """Empty, likewise."""
+    """Empty: the direction comes from the dictionary."""
     dictionary: str = ""
-    """Dictionary name, excluded from the key."""
+    """Argument of `Dictionary.from_pretrained`; excluded from the key of results."""
     features: str = ""
-    """Identity of the dictionary."""
+    """Digest of the dictionary (`Dictionary.identity`)."""
     feature: Feature = (0, 0)
     """(layer, index) of the feature."""
 
     def params(self) -> dict[str, Any]:
-        """All parameters except the dictionary's name and the layers."""
+        """Fields that enter the key of results: all except the dictionary's name and the layers."""
         # Layers are labels of cells: further layers leave stored cells valid.
         return {name: value for name, value in super().params().items() if name != "layers"}
 
 
 @dataclass(frozen=True)
 class FeaturePushes(_FeatureDirection, PushedStates):
-    """Pushes along a feature, at each of its layers separately and at several strengths.
+    """Adds a feature's decoder vector at one layer at a time, at several strengths, and follows later layers.
 
-    tokens, position, strengths, layers, target: as in `PushedStates`; the feature must write to all `layers`.
-    positive and negative are empty. dictionary, features, feature: as in `FeatureVectors`.
+    The fields tokens, position, strengths, layers and target are those of `PushedStates`; the feature must
+    write to all `layers`.
     """
 
     name: ClassVar[str] = "feature_pushes"
     version: ClassVar[int] = 1
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """As `PushedStates.cells`; InterventionError for a layer that the feature does not write to."""
+        """One cell per layer, as in `PushedStates`.
+
+        Raises:
+            InterventionError: The feature does not write to one of the layers.
+        """
         _check_layers(self)
         return super().cells(config)
 
     @property
     def contrast(self) -> ContrastiveVectors:
-        """See `Pushes`: the vectors that one unit of the feature writes."""
+        """Experiment that computes the pushed vectors: the feature's decoder vectors."""
         return vectors_of(self)
 
 
 @dataclass(frozen=True)
 class _PreparedPushes(Undisturbed):
-    """The dictionary, in addition to the undisturbed run and the vectors."""
+    """The run without push and the feature's vectors, with the dictionary."""
 
     dictionary: Dictionary
     """The dictionary from which random features are drawn."""
@@ -178,41 +185,44 @@ class _PreparedPushes(Undisturbed):
 
 @dataclass(frozen=True)
 class RandomFeaturePushes(_FeatureDirection, RandomPushes):
-    """Null distribution of `FeaturePushes`: another feature of the layer, scaled to the same norm in each
-    layer.
+    """Null distribution of `FeaturePushes`: pushes along another feature of the same layer.
 
-    draw: index of the random feature. The other fields: see `FeaturePushes`.
+    Its vectors are scaled to the norms of the tested feature's vectors, layer by layer. The field `draw` is
+    the index of this feature; the other fields are those of `FeaturePushes`.
     """
 
     name: ClassVar[str] = "random_feature_pushes"
     version: ClassVar[int] = 1
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """As `RandomPushes.cells`; InterventionError for a layer that the feature does not write to."""
+        """One cell per layer, as in `RandomPushes`.
+
+        Raises:
+            InterventionError: The tested feature does not write to one of the layers.
+        """
         _check_layers(self)
         return super().cells(config)
 
     @property
     def contrast(self) -> ContrastiveVectors:
-        """See `Pushes`: the vectors of the tested feature, whose norms the random feature gets."""
+        """Experiment that computes the tested feature's vectors, whose norms the random ones get."""
         return vectors_of(self)
 
     @property
     def baseline(self) -> Hashable:
-        """All fields that determine the undisturbed run: without draw, strengths and layers."""
+        """Fields that determine the run without push, which experiments with equal fields share."""
         # The feature as well: `Undisturbed` holds its vectors.
         return (self.tokens, self.position, self.features, self.feature)
 
     def prepare(self, model: Model) -> _PreparedPushes:
-        """The undisturbed run, the tested feature's vectors, and the dictionary to draw from."""
+        """The run without push, the tested feature's vectors, and the dictionary to draw from."""
         return _PreparedPushes(**vars(super().prepare(model)), dictionary=self.opened(model))
 
     def directions(self, prepared: Undisturbed) -> Array:
-        """The random feature's vectors, scaled to the norms of the tested feature's [layer, hidden].
+        """Vectors [layer, hidden] of the random feature, scaled to the norms of the tested feature's vectors.
 
         Raises:
-            InterventionError: The random feature writes nothing to a layer to which the tested feature
-                writes.
+            InterventionError: The random feature's vector is zero in a layer that the tested feature writes.
         """
         assert isinstance(prepared, _PreparedPushes)
         layer, vectors = self.feature[0], prepared.vectors
@@ -222,8 +232,9 @@ class RandomFeaturePushes(_FeatureDirection, RandomPushes):
         )
         if ((drawn_norms == 0) & (target_norms > 0)).any():
             raise InterventionError(
-                f"expected {FeatureId(layer, self.draw)} to write where {FeatureId(*self.feature)} does, "
-                "found that it writes nothing; draw others: another seed"
+                f"expected the random feature {FeatureId(layer, self.draw)} to write to every layer that "
+                f"{FeatureId(*self.feature)} writes to, found a layer where its vector is zero; choose "
+                "another seed to draw other features"
             )
         # Layers to which neither feature writes stay zero.
         scaled: Array = np.divide(
@@ -233,7 +244,7 @@ class RandomFeaturePushes(_FeatureDirection, RandomPushes):
 
 
 def vectors_of(pushes: FeaturePushes | RandomFeaturePushes) -> FeatureVectors:
-    """The vectors of pushes along a feature."""
+    """Experiment that computes the decoder vectors along which `pushes` push."""
     return FeatureVectors(
         (pushes.tokens,),
         positive_positions=(pushes.position,),
@@ -251,5 +262,6 @@ def _check_layers(pushes: FeaturePushes | RandomFeaturePushes) -> None:
     if pushes.layers is None or not set(pushes.layers) <= set(targets):
         requested = "all" if pushes.layers is None else list(pushes.layers)
         raise InterventionError(
-            f"expected layers that {feature} writes to, {list(targets)}, found {requested}"
+            f"expected layers among those that the feature {feature} writes to, {list(targets)}, found "
+            f"{requested}"
         )

@@ -41,28 +41,28 @@ if TYPE_CHECKING:
 __all__ = ["RandomAttribution"]
 
 POOL = 512
-"""Largest number of features of a layer to draw from; each needs a read of all its decoder rows."""
+"""Largest number of features per layer from which random ones are drawn: all their decoder rows are read."""
 
 
 @dataclass(frozen=True)
 class CauseFeatures:
-    """The feature under test and those drawn."""
+    """The feature under test, followed by the random feature of each draw (axis `cause`)."""
 
     attributed: PairAttribution
-    """Attribution of the pair of prompts."""
+    """First-order effects of all features in the pair of prompts."""
     place: Ints
-    """Layer, position and index [cause, 3]."""
+    """Layer, position and index of each feature, int64 [cause, 3]."""
     change: Floats
-    """Units of the feature that are added [cause]."""
+    """Change of each feature's activation that is added to the corrupted run [cause]."""
     estimate: Floats
-    """First-order effect before rescaling [cause]."""
+    """First-order effect of the change on the metric, before the metric is rescaled [cause]."""
     candidates: int
-    """Number of features among which the largest was selected."""
+    """Number of features among which the one with the largest estimate was selected."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomAttribution(PromptPairExperiment):
-    """The feature with the largest estimate, and the largest of as many random features, drawn repeatedly.
+    """Exact effects of the feature with the largest estimate, and of the best among as many random features.
 
     Raises:
         InterventionError: No feature differs between the runs, or a layer has fewer than two features that
@@ -86,7 +86,9 @@ class RandomAttribution(PromptPairExperiment):
 
     def __post_init__(self) -> None:
         if self.draws < 1:
-            raise StageError(f"{self.name}: expected at least one draw, found {self.draws}")
+            raise StageError(
+                f"{self.name}: expected draws of at least 1 for the null distribution, found {self.draws}"
+            )
 
     @property
     def attribution(self) -> FeatureAttribution:
@@ -101,27 +103,36 @@ class RandomAttribution(PromptPairExperiment):
         )
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell. Raises the errors of `FeatureAttribution.cells`."""
+        """One cell: the null distribution belongs to the choice among all features.
+
+        Raises:
+            StageError: The metric has no gradient.
+            PromptError: A token is out of range.
+            ConfigError: The model has no backward pass.
+        """
         return self.attribution.cells(config)
 
     def prepare(self, model: Model) -> CauseFeatures:
         """The feature with the largest estimate, and the largest replacement of each draw."""
         attributed = self.attribution.prepare(model)
         is_feature = attributed.place[:, 2] != REST
-        # Remainders have no feature that could replace them.
+        # Remainders are left out: there is no random feature that could replace them.
         place, change = attributed.place[is_feature], attributed.change[is_feature]
         estimate = attributed.effect[is_feature]
         if not len(place):
-            raise InterventionError("expected features that are active in either prompt, found none")
+            raise InterventionError(
+                "expected features of the dictionary that are active in the clean or the corrupted prompt, "
+                "found none to test; use other prompts"
+            )
         largest = int(np.abs(estimate).argmax())
         rng = np.random.default_rng(self.seed)
-        exchanged = [
-            _ExchangedFeatures(attributed, place[place[:, 0] == layer], change[place[:, 0] == layer], rng)
-            for layer in np.unique(place[:, 0]).tolist()
-        ]
-        # As the feature under test: the largest over all layers together.
+        replaceable = []
+        for layer in np.unique(place[:, 0]).tolist():
+            of_layer = place[:, 0] == layer
+            replaceable.append(_ReplaceableFeatures(attributed, place[of_layer], change[of_layer], rng))
+        # Selected like the feature under test: the largest estimate over all layers together.
         drawn = [
-            max((features.largest(rng) for features in exchanged), key=lambda candidate: abs(candidate[2]))
+            max((features.largest(rng) for features in replaceable), key=lambda candidate: abs(candidate[2]))
             for _ in range(self.draws)
         ]
         tested = (place[largest], change[largest], estimate[largest])
@@ -139,11 +150,11 @@ class RandomAttribution(PromptPairExperiment):
         ]
 
     def measure(self, prepared: CauseFeatures, cell: CellLabels, result: HookCache) -> float:
-        """The metric of one run before rescaling."""
+        """The metric of one run, before it is rescaled by the clean and the corrupted run."""
         return self.value(as_vector(result.logits), prepared.attributed.clean)
 
     def dataset(self, prepared: CauseFeatures, cell: CellLabels, measured: Sequence[float]) -> xr.Dataset:
-        """Estimated and exact effect of every cause."""
+        """Estimated and exact effect [cause] of the feature under test and of each draw's random feature."""
         import xarray as xr
 
         attributed = prepared.attributed
@@ -164,13 +175,13 @@ class RandomAttribution(PromptPairExperiment):
         return xr.Dataset(variables, attrs={"metric": self.metric.name, "units": self.metric.units})
 
 
-class _ExchangedFeatures:
-    """The features of one layer that differ between the runs, and a pool of features to replace them.
+class _ReplaceableFeatures:
+    """Features of one layer that differ between the runs, and a pool of random features to replace them.
 
     Arguments:
-        attributed: Attribution of the pair of prompts.
+        attributed: First-order effects in the pair of prompts.
         place: Layer, position and index of the features that differ [cell, 3].
-        change: Change of their activations [cell].
+        change: Clean minus corrupted activation of each [cell].
         rng: Random generator that draws the pool.
 
     Raises:
@@ -186,24 +197,30 @@ class _ExchangedFeatures:
         active = np.unique(place[:, 2])
         # Without replacement: each feature is equally likely, and its decoder rows are read once.
         pool = rng.permutation(dictionary.n_features)[:POOL]
-        lengths, units = _written_norms_and_effects(attributed, self.layer, pool)
-        self.pool, self.lengths, self.units = (column[lengths > 0] for column in (pool, lengths, units))
+        norms, unit_effects = _written_norms_and_effects(attributed, self.layer, pool)
+        writes = norms > 0
+        self.pool, self.norms, self.unit_effects = pool[writes], norms[writes], unit_effects[writes]
         if len(self.pool) < 2:
             raise InterventionError(
-                f"expected features of layer {self.layer} of {dictionary.name} to draw from, found "
-                f"{len(self.pool)} that write; ask for a dictionary with more"
+                f"expected at least 2 features of layer {self.layer} of {dictionary.name} with decoder "
+                "vectors other "
+                f"than zero to draw random ones from, found {len(self.pool)}; use a dictionary with more "
+                "features"
             )
         active_norms, _ = _written_norms_and_effects(attributed, self.layer, active)
         # Signed amount written by each feature: the replacement writes the same norm with the same sign.
         self.written = change * active_norms[np.searchsorted(active, place[:, 2])]
 
     def largest(self, rng: np.random.Generator) -> tuple[Ints, float, float]:
-        """(place, change, estimate) of the largest estimate in one draw that replaces every feature."""
+        """Replace every feature by a random one, and return the replacement with the largest estimate.
+
+        The result is (layer, position and index [3], change of activation, first-order effect).
+        """
         drawn = rng.integers(len(self.pool), size=len(self.place))
         # A feature must not replace itself: the next one of the pool is taken.
         drawn = np.where(self.pool[drawn] == self.place[:, 2], (drawn + 1) % len(self.pool), drawn)
-        change = self.written / self.lengths[drawn]
-        estimate = change * self.units[drawn, self.place[:, 1]]
+        change = self.written / self.norms[drawn]
+        estimate = change * self.unit_effects[drawn, self.place[:, 1]]
         largest = int(np.abs(estimate).argmax())
         place = np.array([self.layer, self.place[largest, 1], self.pool[drawn[largest]]])
         return place, float(change[largest]), float(estimate[largest])
@@ -212,15 +229,15 @@ class _ExchangedFeatures:
 def _written_norms_and_effects(
     attributed: PairAttribution, layer: int, features: Ints
 ) -> tuple[Floats, Floats]:
-    """Per unit of each feature: the norm of all that it writes [feature], and its first-order effect at every
-    position [feature, position]."""
+    """Norms of features' decoder vectors over all written layers [feature], and first-order effects of an
+    activation of 1 at every position [feature, position]."""
     import torch
 
     dictionary: Dictionary = attributed.dictionary
     squares = np.zeros(len(features))
-    units = np.zeros((len(features), len(attributed.gradients[layer])))
+    unit_effects = np.zeros((len(features), len(attributed.gradients[layer])))
     for target in dictionary.targets(layer):
         rows = dictionary.layer(layer).decoder_rows(torch.from_numpy(features), target).double()
         squares += array((rows**2).sum(1))
-        units += array(rows @ attributed.gradients[target].to(rows).T)
-    return np.sqrt(squares), units
+        unit_effects += array(rows @ attributed.gradients[target].to(rows).T)
+    return np.sqrt(squares), unit_effects

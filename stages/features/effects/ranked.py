@@ -42,24 +42,24 @@ __all__ = ["RankedExchanges", "RankedTrace"]
 BINS = 32
 """Number of bins of each histogram."""
 _MEANING = "cosine with the embedding"
-"""Meaning of the coordinate `score`."""
+"""Description of the coordinate `score`, stored as its `long_name`."""
 
 
 @dataclass(frozen=True)
 class _RankedFeatures(PromptFeatures):
-    """Common fields of both experiments."""
+    """Common fields of the experiments with features that align with a word's embedding."""
 
     word: int
-    """Token id whose embedding is the direction."""
+    """Id of the token whose embedding is compared with decoder vectors."""
     target: int
-    """Layer whose decoder vectors are compared with the direction."""
+    """Layer that is written: decoder vectors for this layer are compared."""
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
         """One cell, since features of all layers are ranked together."""
         check_tokens(self.tokens, (self.word,))
         if not 0 <= self.target < config.num_layers:
             raise InterventionError(
-                f"expected a target layer in 0..{config.num_layers - 1}, found {self.target}"
+                f"expected a target layer from 0 to {config.num_layers - 1}, found {self.target}"
             )
         return [{}]
 
@@ -70,10 +70,10 @@ class _RankedFeatures(PromptFeatures):
 
 @dataclass(frozen=True)
 class RankedExchanges(_RankedFeatures):
-    """The best features suppressed, with or without an injected feature, at some positions of the prompt.
+    """Suppresses the features that align best with a word, and may inject another, at some positions.
 
-    With `draws`, every feature of the exchange is also replaced by random features of its layer that write
-    the same norm: a null distribution.
+    `draws` repeats this as a null distribution, with every feature replaced by a random one of its layer that
+    writes vectors of the same norm.
     """
 
     name: ClassVar[str] = "ranked_exchanges"
@@ -81,25 +81,25 @@ class RankedExchanges(_RankedFeatures):
     outputs: ClassVar[Mapping[str, Output]] = FeatureExchanges.outputs
 
     over_targets: bool = False
-    """Whether features are ranked by the best of all layers they write to, else by `target` alone."""
+    """Whether a feature's score is its best over all layers that it writes to, or that for `target`."""
     suppress: int = 5
-    """Number of the best features that are suppressed."""
+    """Number of features that are suppressed, best aligned first."""
     inject: Literal["", "ranked", "same_layer"] = ""
-    """Injected feature: "" for none, "ranked" for the best feature of the ranking, "same_layer" for the best
-    feature at layer `target`. A feature that is also suppressed cancels out."""
+    """Feature that is injected: "" for none, "ranked" for the first of the ranking, "same_layer" for the best
+    one for layer `target`. Injection and suppression of the same feature cancel out."""
     strength: float = 10.0
     """Strength of suppression and injection, in units of the decoder vectors."""
     words: tuple[int, ...] = ()
-    """Token ids followed."""
+    """Ids of the tokens whose logits are stored."""
     positions: tuple[int, ...] | None = None
-    """Positions of the exchange; None: every position."""
+    """Positions at which the features are exchanged, each in a run of its own; None: every position."""
     draws: int = 0
-    """Number of random replacements of the whole exchange."""
+    """Number of random replacements of all exchanged features."""
     seed: int = 0
-    """Seed of the first draw; the others use the following integers."""
+    """Seed of the first draw; draw i uses seed + i."""
 
     def prepare(self, model: Model) -> Any:
-        """The exchanges, their prepared state, and the ranked features that they use."""
+        """(the `FeatureExchanges` to run, its prepared state, the ranked features that are exchanged)."""
         dictionary, exchanged, doses = self._ranking(model)
         drawn = [
             tuple(in_place_of(doses, dictionary.n_features, seed=self.seed + i)) for i in range(self.draws)
@@ -116,7 +116,7 @@ class RankedExchanges(_RankedFeatures):
         return exchanges, exchanges.prepare(model), exchanged
 
     def _ranking(self, model: Model) -> tuple[Dictionary, list[Scored], list[Dose]]:
-        """The dictionary, suppressed features followed by the injected feature, and their doses."""
+        """(dictionary, suppressed features followed by the injected one, their doses in the same order)."""
         dictionary, direction = self._opened(model)
         # At least one: it may be injected although nothing is suppressed.
         (ranked_at_target,) = align(dictionary, direction, self.target, max(self.suppress, 1))
@@ -142,22 +142,22 @@ class RankedExchanges(_RankedFeatures):
         return prepared[0].runs(prepared[1], self._cell)  # type: ignore[no-any-return]
 
     def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> dict[str, Any]:
-        """Measurements of a run at the first position; see `measure_run`."""
+        """Next-token measurements of a run at the first position; see `measure_run`."""
         return self.measure_run(prepared, cell, 0, result)
 
     def measure_run(self, prepared: Any, cell: CellLabels, number: int, result: HookCache) -> dict[str, Any]:
-        """Measurements of a run; see `FeatureExchanges`.
+        """Next-token measurements of one run, by name; `FeatureExchanges` defines them.
 
         Arguments:
             prepared: Result of `prepare`.
-            cell: The cell.
-            number: Number of the run in `runs`.
-            result: Its logits and captures.
+            cell: Labels of the cell.
+            number: Index of the run in `runs`.
+            result: Logits and captured activations of the run.
         """
         return prepared[0].measure_run(prepared[1], self._cell, number, result)  # type: ignore[no-any-return]
 
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """The result of `FeatureExchanges`, with the ranked features."""
+        """Result of `FeatureExchanges`, with score, layer and index of the features as coordinates."""
         exchanges, state, exchanged = prepared
         dataset: xr.Dataset = exchanges.dataset(state, self._cell, measured)
         return dataset.assign_coords(ranking_columns(exchanged, _MEANING))
@@ -169,7 +169,7 @@ class RankedExchanges(_RankedFeatures):
 
 @dataclass(frozen=True)
 class RankedTrace(_RankedFeatures):
-    """The best features of a word: their decoder vectors, and their activations along the prompt."""
+    """Decoder vectors of the features that align best with a word, and their activations along a prompt."""
 
     name: ClassVar[str] = "ranked_trace"
     version: ClassVar[int] = 1
@@ -182,20 +182,20 @@ class RankedTrace(_RankedFeatures):
     }
 
     top_k: int = 20
-    """Number of features."""
+    """Number of features, best aligned first."""
 
     def prepare(self, model: Model) -> tuple[Dictionary, Any, list[Scored]]:
-        """The dictionary, the direction and the ranked features."""
+        """(dictionary, the word's embedding [hidden], the best features)."""
         dictionary, direction = self._opened(model)
         (ranked,) = align(dictionary, direction, self.target, self.top_k)
         return dictionary, direction[0], ranked
 
     def runs(self, prepared: Any, cell: CellLabels) -> list[Run]:
-        """A run of the prompt that captures the states read by features."""
+        """One run of the prompt, which captures the states that the features read."""
         return [Run(self.tokens, HookSpec().capture(*prepared[0].read_hooks), None)]
 
     def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> dict[str, Any]:
-        """Activations, histograms of pre-activations, and the skip's projection on the direction."""
+        """Feature activations, histograms of pre-activations, and the skip connection's share of the word."""
         dictionary, direction, ranked = prepared
         states = read_states(dictionary, result, dictionary.layers)
         features = [(scored.feature.layer, scored.feature.index) for scored in ranked]
@@ -206,7 +206,7 @@ class RankedTrace(_RankedFeatures):
             np.histogram(array(dictionary.layer(n).preactivations(states[n])), BINS) for n in window
         ]
         part = dictionary.layer(self.target)
-        skip = float("nan")  # of transcoders without a linear skip
+        skip = float("nan")  # for transcoders without a skip connection
         if part.W_skip is not None:
             unit = direction.to(part.W_skip.device).float()
             skip = float(part.skip(states[self.target][-1:])[0].float() @ unit / unit.norm())

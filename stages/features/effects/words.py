@@ -43,7 +43,7 @@ __all__ = [
 Floats = npt.NDArray[np.float32]
 
 BLOCK_BYTES = 1 << 26
-"""Bytes of logits [feature, vocab] computed at a time."""
+"""Largest size in bytes of the logits [feature, vocab] that are computed at once."""
 WORDS = {
     "raised": Output(("named", "rank"), "1", "tokens raised most"),
     "raised_by": Output(("named", "rank"), "logits", "increase per unit of activation"),
@@ -58,7 +58,7 @@ def direct_effects(
 
     Arguments:
         dictionary: The dictionary of the features.
-        features: Layer and index [feature, 2].
+        features: Layer and index of each feature [feature, 2].
         readout: Final norm and unembedding, from `stages.readout`.
         top_k: Number of tokens per feature.
 
@@ -96,31 +96,34 @@ def effects_in_blocks(
         block_bytes: Bytes of logits per block.
 
     Yields:
-        (rows of `features` in this block, effects [row, vocab]).
+        (rows of `features` that are in this block, their effects in logits [row, vocab]).
 
     Raises:
         ShapeError: The readout has another width than the decoder.
     """
     if dictionary.d_out != readout.sizes["hidden"]:
         raise ShapeError(
-            f"expected a readout of width {dictionary.d_out}, as {dictionary.name} writes, found "
-            f"{readout.sizes['hidden']}"
+            f"expected a readout of width {dictionary.d_out}, the width that features of {dictionary.name} "
+            "write, "
+            f"found {readout.sizes['hidden']}; use the readout of the model that the dictionary was trained "
+            "on"
         )
     # Float32 [vocab, hidden], computed once for all blocks.
-    read_out = _directions(readout)
-    step = max(1, block_bytes // (4 * len(read_out)))
+    logit_directions = _logit_directions(readout)
+    block_features = max(1, block_bytes // (4 * len(logit_directions)))
     for layer in np.unique(features[:, 0]).tolist():
         rows_of_layer = np.flatnonzero(features[:, 0] == layer)
-        for start in range(0, len(rows_of_layer), step):
-            rows = rows_of_layer[start : start + step]
-            yield rows, _rows(dictionary, layer, features[rows, 1], readout.attrs["norm"]) @ read_out.T
+        for start in range(0, len(rows_of_layer), block_features):
+            rows = rows_of_layer[start : start + block_features]
+            decoders = _last_decoder_rows(dictionary, layer, features[rows, 1], readout.attrs["norm"])
+            yield rows, decoders @ logit_directions.T
 
 
 @stage(version=1, inputs={"readout": None}, outputs=WORDS, resources=("dictionary",))
 def feature_words(
     readout: xr.Dataset, *, dictionary: Dictionary, chosen: Sequence[Sequence[int]], top_k: int = 3
 ) -> xr.Dataset:
-    """Tokens that some features raise most.
+    """Tokens whose logits some features raise most, by the direct path.
 
     Arguments:
         readout: Final norm and unembedding.
@@ -135,10 +138,10 @@ def feature_words(
 def words_of_ranked(
     ranked: xr.Dataset, readout: xr.Dataset, *, dictionary: Dictionary, top_k: int = 3
 ) -> xr.Dataset:
-    """Tokens that the features of a ranking raise most.
+    """Tokens whose logits the features of a ranking raise most, by the direct path.
 
     Arguments:
-        ranked: Dataset with source_layer and feature of each rank.
+        ranked: Dataset with the coordinates source_layer and feature [rank].
         readout: Final norm and unembedding.
         dictionary: The dictionary of the features.
         top_k: Number of tokens per feature.
@@ -157,21 +160,21 @@ def words_of_active(
     position: int | None = None,
     top_k: int = 3,
 ) -> xr.Dataset:
-    """Tokens that the strongest features of a prompt raise most.
+    """Tokens whose logits the strongest features of a prompt raise most, by the direct path.
 
     Arguments:
         active: Result of `feature_activity`.
         readout: Final norm and unembedding.
         dictionary: The dictionary of the features.
         most: Number of strongest features per layer and position.
-        position: Only this position; None for all.
+        position: Position whose features are used; None for all positions.
         top_k: Number of tokens per feature.
     """
     columns = ("active_layer", "active_position", "active_feature")
-    layer, place, feature = (active[name].values.astype(np.int64) for name in columns)
-    rows = np.arange(len(layer)) if position is None else np.flatnonzero(place == position)
-    # The strongest features of each layer and position: one group of cells per pair of both.
-    group = layer * (int(place.max(initial=0)) + 1) + place
+    layer, positions, feature = (active[name].values.astype(np.int64) for name in columns)
+    rows = np.arange(len(layer)) if position is None else np.flatnonzero(positions == position)
+    # One integer per layer and position, so that the strongest are found within each pair.
+    group = layer * (int(positions.max(initial=0)) + 1) + positions
     order, _ = ranked_cells(group[rows], feature[rows], active["activation"].values[rows], most)
     strongest = rows[order]
     return _words(dictionary, np.stack([layer[strongest], feature[strongest]], axis=1), readout, top_k)
@@ -181,7 +184,7 @@ def words_of_active(
 def words_of_attribution(
     attribution: xr.Dataset, readout: xr.Dataset, *, dictionary: Dictionary, top_k: int = 3
 ) -> xr.Dataset:
-    """Tokens raised by the exactly verified features and by the feature with the largest estimate.
+    """Tokens raised most by the features whose effect was checked by runs, and by that of largest estimate.
 
     Arguments:
         attribution: Result of `feature_attribution`.
@@ -197,7 +200,7 @@ def words_of_attribution(
 
 
 def _words(dictionary: Dictionary, pairs: Ints, readout: xr.Dataset, top_k: int) -> xr.Dataset:
-    """Tokens that features (layer, index) raise most, each feature once."""
+    """Tokens that features raise most; `pairs` [n, 2] holds layer and index, and may repeat a feature."""
     import xarray as xr
 
     # A feature may occur at several positions; its direct effect is the same everywhere.
@@ -209,8 +212,8 @@ def _words(dictionary: Dictionary, pairs: Ints, readout: xr.Dataset, top_k: int)
     )
 
 
-def _directions(readout: xr.Dataset) -> Floats:
-    """Directions [vocab, hidden] that read logits from a state before the final norm's division."""
+def _logit_directions(readout: xr.Dataset) -> Floats:
+    """Directions [vocab, hidden] whose products with a residual state are logits up to the norm's scale."""
     require_linear(readout)
     unembed: Floats = np.asarray(readout["unembed"].transpose("vocab", "hidden").values, np.float32)
     # The mean over the vocabulary shifts all logits equally and changes no probability.
@@ -218,8 +221,11 @@ def _directions(readout: xr.Dataset) -> Floats:
     return directions
 
 
-def _rows(dictionary: Dictionary, layer: int, features: Ints, norm: str) -> Floats:
-    """Decoder rows for the last layer that each feature writes to: [feature, hidden]."""
+def _last_decoder_rows(dictionary: Dictionary, layer: int, features: Ints, norm: str) -> Floats:
+    """Decoder rows [feature, hidden] of a layer's features for the last layer that they write to.
+
+    The mean of each row is subtracted if `norm`, the model's final norm, is "layer", which removes it.
+    """
     import torch
 
     rows = dictionary.layer(layer).decoder_rows(torch.from_numpy(features), max(dictionary.targets(layer)))

@@ -22,7 +22,7 @@ _ENCODER = r"W_enc_(\d{1,9})\.safetensors"
 
 
 def recognises(files: DictionaryFiles) -> bool:
-    """Whether the root folder holds encoder files."""
+    """Whether the root folder holds files named W_enc_{layer}.safetensors."""
     return any(re.fullmatch(_ENCODER, name) for name in files.listing)
 
 
@@ -32,12 +32,12 @@ def read(
     read: str | None = None,
     write: str | None = None,
 ) -> Opened:
-    """The transcoders as one dictionary; all headers are checked, no weights are read.
+    """Layout of the cross-layer transcoder; the shapes in all files are checked, no weights are read.
 
     Arguments:
         files: Files of the dictionary.
-        read: Hook point that features read, in place of that in the files; None for that in the files.
-        write: Hook point that features write to, likewise.
+        read: Hook point that features read; None: the one that config.yaml names.
+        write: Hook point that features write to; None: the one that config.yaml names.
 
     Raises:
         DictionaryError: A file or tensor is missing, or shapes do not fit together.
@@ -45,35 +45,39 @@ def read(
     apply_fields("clt", files.yaml, files.path(CONFIG_YAML))
     require_kind(files, "cross_layer_transcoder")
     layers = numbered(files, _ENCODER)
-    kinds = hooks_of(files, read, write)
+    read_kind, write_kind = hooks_of(files, read, write)
     # The encoder of layer 0 states sizes and activation, which all other layers must share.
     first_shapes = require_shapes(files, "W_enc_0.safetensors", {"W_enc_0": (None, None)})
-    size, width = first_shapes["W_enc_0"]
-    is_jump = "threshold_0" in first_shapes
+    n_features, width = first_shapes["W_enc_0"]
+    has_threshold = "threshold_0" in first_shapes
     for layer in layers:
-        expected = {f"W_enc_{layer}": (size, width), f"b_enc_{layer}": (size,), f"b_dec_{layer}": (width,)}
-        expected |= {f"threshold_{layer}": (size,)} if is_jump else {}
+        expected = {
+            f"W_enc_{layer}": (n_features, width),
+            f"b_enc_{layer}": (n_features,),
+            f"b_dec_{layer}": (width,),
+        }
+        expected |= {f"threshold_{layer}": (n_features,)} if has_threshold else {}
         encoders = require_shapes(files, f"W_enc_{layer}.safetensors", expected)
         if f"W_dec_{layer}.safetensors" not in files.listing:
             raise DictionaryError(
-                f"expected W_dec_{layer}.safetensors beside its encoder in {files.directory}, found none; "
-                "fetch it again"
+                f"expected the decoder file W_dec_{layer}.safetensors beside W_enc_{layer}.safetensors in "
+                f"{files.directory}, found none; fetch the dictionary again"
             )
         # Layer l writes to itself and all later layers.
-        decoder = {f"W_dec_{layer}": (size, len(layers) - layer, width)}
+        decoder = {f"W_dec_{layer}": (n_features, len(layers) - layer, width)}
         decoders = require_shapes(files, f"W_dec_{layer}.safetensors", decoder)
         for part, shapes in (("enc", encoders), ("dec", decoders)):
             # Tensor names contain the layer; the table of fields does not.
-            names = {name.removesuffix(f"_{layer}"): shape for name, shape in shapes.items()}
-            apply_fields("clt tensors", names, files.path(f"W_{part}_{layer}.safetensors"))
+            unnumbered = {name.removesuffix(f"_{layer}"): shape for name, shape in shapes.items()}
+            apply_fields("clt tensors", unnumbered, files.path(f"W_{part}_{layer}.safetensors"))
     layout = DictionaryLayout(
         format="clt",
         kind="clt",
-        read=kinds[0],
-        write=kinds[1],
+        read=read_kind,
+        write=write_kind,
         layers=layers,
         targets={layer: tuple(range(layer, len(layers))) for layer in layers},
-        n_features=size,
+        n_features=n_features,
         d_in=width,
         d_out=width,
         files=tuple(f"W_{part}_{layer}.safetensors" for part in ("enc", "dec") for layer in layers),
@@ -90,7 +94,7 @@ def read(
             layer=layer,
             W_enc=encoder[f"W_enc_{layer}"],
             W_dec={layer + j: decoder[:, j] for j in range(decoder.shape[1])},
-            activation=JumpReLU(encoder[f"threshold_{layer}"]) if is_jump else ReLU(),
+            activation=JumpReLU(encoder[f"threshold_{layer}"]) if has_threshold else ReLU(),
             b_enc=encoder[f"b_enc_{layer}"],
             b_dec=encoder[f"b_dec_{layer}"],
         )

@@ -38,16 +38,16 @@ def read(
     read: str | None = None,
     write: str | None = None,
 ) -> Opened:
-    """The crosscoder as a dictionary; the header is checked, no weights are read.
+    """Layout of the crosscoder; tensor shapes are checked, no weights are read.
 
     Arguments:
         files: Files of the dictionary.
-        read: Hook point that features read, in place of that in the files; None for that in the files.
-        write: Hook point that features write to, likewise.
+        read: None, or a hook point of the same kind as those that config.json lists.
+        write: None, or a hook point of the same kind as those that config.json lists.
 
     Raises:
-        DictionaryError: `read` or `write` is another hook kind than that of the places, or places do not fit
-            together.
+        DictionaryError: `read` or `write` is of another kind than the hook points in config.json, or these
+            differ in kind, or are at different layers of the models.
     """
     config = files.json(CONFIG)
     apply_fields("crosscoder", config, files.path(CONFIG))
@@ -55,24 +55,26 @@ def read(
     points = [HookPoint.parse(place.hook) for place in places]
     kinds = {point.kind for point in points} | {hook_kind(name) for name in (read, write) if name}
     models = models_of(places)
-    layers = {number: [] for number in models}  # type: dict[int, list[int]]
+    layers_by_model = {number: [] for number in models}  # type: dict[int, list[int]]
     for number, point in zip(models, points, strict=True):
-        layers[number].append(point.layer or 0)
-    if len(kinds) != 1 or any(model_layers != layers[0] for model_layers in layers.values()):
+        layers_by_model[number].append(point.layer or 0)
+    layers = layers_by_model[0]
+    if len(kinds) != 1 or any(model_layers != layers for model_layers in layers_by_model.values()):
         raise DictionaryError(
-            f"expected places of one kind of hook point, at the same layers of every model, in "
+            f"expected hook points of one kind, at the same layers of every model, as places in "
             f"{files.path(CONFIG)}, found {', '.join(map(str, places))}"
+            + (f" and read= or write= of the kinds {', '.join(sorted(kinds))}" if read or write else "")
         )
     size, width = _sizes(files, len(places), config)
     # One set of features for all places is filed under the last layer that it reads.
-    last_layer = max(layers[0])
+    last_layer = max(layers)
     layout = DictionaryLayout(
         format="crosscoder",
         kind="crosscoder",
         read=points[0].kind,
         write=points[0].kind,
         layers=(last_layer,),
-        targets={last_layer: tuple(sorted(layers[0]))},
+        targets={last_layer: tuple(sorted(layers))},
         n_features=size,
         d_in=width,
         d_out=width,
@@ -95,32 +97,38 @@ def read(
 
 
 def _places(files: DictionaryFiles, entries: Any) -> tuple[CrosscoderPlace, ...]:
-    """Places that config.json lists; DictionaryError for other entries."""
-    where = files.path(CONFIG)
+    """Models and hook points that config.json lists as `places`; DictionaryError if an entry is invalid."""
+    config_path = files.path(CONFIG)
     if not isinstance(entries, list) or not entries:
-        raise DictionaryError(f"expected a list of places in {where}, found {entries!r}")
+        raise DictionaryError(
+            f"expected a list of models and hook points as 'places' in {config_path}, found {entries!r}"
+        )
     places = []
     for entry in entries:
         if not isinstance(entry, dict) or {"model", "hook", "scale"} - entry.keys():
             raise DictionaryError(
-                f"expected model, hook and scale of every place in {where}, found {entry!r}"
+                f"expected model, hook and scale in every entry of 'places' in {config_path}, found "
+                f"{entry!r}; correct the entry"
             )
         try:
             hook = str(HookPoint.parse(str(entry["hook"])))
         except HookPointNotFound as error:
-            raise DictionaryError(f"expected a hook point in {where}, found {error}") from error
-        places.append(CrosscoderPlace(str(entry["model"]), hook, to_float(entry["scale"], "scale", where)))
+            raise DictionaryError(
+                f"expected a known hook point in every entry of 'places' in {config_path}, found {error}"
+            ) from error
+        scale = to_float(entry["scale"], "scale", config_path)
+        places.append(CrosscoderPlace(str(entry["model"]), hook, scale))
     return tuple(places)
 
 
-def _sizes(files: DictionaryFiles, places: int, config: dict[str, Any]) -> tuple[int, int]:
-    """(number of features, width of a place); DictionaryError if shapes disagree."""
-    shapes = require_shapes(files, WEIGHTS, {"decoder.weight": (places, None, None)})
+def _sizes(files: DictionaryFiles, n_places: int, config: dict[str, Any]) -> tuple[int, int]:
+    """(number of features, width of the states), from tensor shapes; DictionaryError if these disagree."""
+    shapes = require_shapes(files, WEIGHTS, {"decoder.weight": (n_places, None, None)})
     _, size, width = shapes["decoder.weight"]
     expected: dict[str, tuple[int, ...]] = {
-        "encoder.weight": (places, width, size),
+        "encoder.weight": (n_places, width, size),
         "encoder.bias": (size,),
-        "decoder.bias": (places, width),
+        "decoder.bias": (n_places, width),
     }
     if config.get("activation") == "JumpReLU":
         expected["threshold"] = (size,)

@@ -43,12 +43,15 @@ _DECODER_BIASES = ("b_dec", "bias", "decoder_bias")
 
 
 def part(files: DictionaryFiles, name: str, read: str | None, write: str | None) -> OneLayer:
-    """The dictionary of one folder; arguments as `LayerByLayer.part`. name: its weight file."""
+    """The autoencoder in one folder; see `LayerByLayer.part`. `name` is the folder's ae.pt."""
     place, config_fields = config_beside(files, name, CONFIG)
     apply_fields("dictionary_learning", config_fields, place)
     trainer, buffer = config_fields.get("trainer"), config_fields.get("buffer") or {}
     if not isinstance(trainer, dict) or not isinstance(buffer, dict):
-        raise DictionaryError(f"expected fields of trainer and buffer in {place}, found {trainer!r:.80}")
+        raise DictionaryError(
+            f"expected JSON objects as trainer and buffer in {place}, found {trainer!r:.80} and "
+            f"{buffer!r:.80}"
+        )
     apply_fields("dictionary_learning trainer", trainer, place)
     if read is None:  # the buffer only describes where it reads, which the caller overrides
         apply_fields("dictionary_learning buffer", buffer, place)
@@ -56,8 +59,8 @@ def part(files: DictionaryFiles, name: str, read: str | None, write: str | None)
     if label not in CLASSES:
         near = nearest(str(label), CLASSES)
         raise DictionaryError(
-            f"expected trainer.dict_class to be one of {', '.join(CLASSES)} in {place}, found {label!r}"
-            + (f"; nearest is {near!r}" if near else "")
+            f"expected the class trainer.dict_class in {place} to be one of {', '.join(CLASSES)}, found "
+            f"{label!r}" + (f"; did you mean {near!r}?" if near else "; only these can be read")
         )
     # Sizes come from the configuration: reading the pickle would load all weights.
     layer, d_in, size = (
@@ -102,7 +105,7 @@ recognises, read = FORMAT.recognises, FORMAT.read
 
 
 def _stated_hooks(trainer: Mapping[str, Any], layer: int) -> StatedHooks:
-    """Hook kind by the submodule's name, "resid_post_layer_12"; the residual stream if none is given."""
+    """Hook point by the name of the submodule ("mlp_out_layer_12"); resid_post if the trainer names none."""
     name = str(trainer.get("submodule_name") or "resid_post")
     return StatedHooks(
         layer, next((kind for word, kind in SUBMODULES.items() if name.startswith(word)), None)
@@ -110,7 +113,7 @@ def _stated_hooks(trainer: Mapping[str, Any], layer: int) -> StatedHooks:
 
 
 def _loaded(files: DictionaryFiles, name: str) -> dict[str, Tensor]:
-    """The state dict in a file; DictionaryError for one with other values than tensors."""
+    """Tensors of the state dict in a pickled file; DictionaryError if it holds anything else."""
     import torch
 
     state = load_pickled(files.path(name), DictionaryError)
@@ -125,7 +128,7 @@ def _loaded(files: DictionaryFiles, name: str) -> dict[str, Tensor]:
 def _matrices(
     tensors: Mapping[str, Tensor], size: int, d_in: int, files: DictionaryFiles, name: str
 ) -> tuple[Tensor, Tensor]:
-    """Encoder and decoder [feature, hidden]; DictionaryError unless they have the configured sizes."""
+    """Encoder and decoder, both [feature, hidden], found under either of their names; checks the sizes."""
     matrices = []
     for matrix_name, linear_name in (("W_enc", "encoder.weight"), ("W_dec", "decoder.weight")):
         if matrix_name in tensors:
@@ -136,13 +139,13 @@ def _matrices(
             )
         else:
             raise DictionaryError(
-                f"expected {linear_name} or {matrix_name} in {files.path(name)}, found "
+                f"expected a tensor {linear_name} or {matrix_name} in {files.path(name)}, found only "
                 f"{', '.join(sorted(tensors))}"
             )
         if tuple(matrices[-1].shape) != (size, d_in):
             raise DictionaryError(
-                f"expected {size} features of {d_in} numbers in {files.path(name)}, found "
-                f"{list(matrices[-1].shape)}"
+                f"expected {matrix_name} of {size} features and width {d_in} in {files.path(name)}, as "
+                f"config.json states, found shape {list(matrices[-1].shape)}"
             )
     return matrices[0], matrices[1]
 
@@ -150,14 +153,15 @@ def _matrices(
 def _activation(
     name: str, k: int, tensors: Mapping[str, Tensor], files: DictionaryFiles, file: str
 ) -> Activation:
-    """Activation function with its tensors; DictionaryError if one is missing."""
+    """Activation function, with its thresholds or gates from `tensors`; DictionaryError if one is missing."""
     from ..layers.activations import Gated, JumpReLU, ReLU, TopK
 
     needed = {"jumprelu": ["threshold"], "gated": ["gate_bias", "mag_bias", "r_mag"]}.get(name, [])
     missing = [field for field in needed if field not in tensors]
     if missing:
         raise DictionaryError(
-            f"expected {missing[0]} in {files.path(file)}, found {', '.join(sorted(tensors))}"
+            f"expected a tensor {missing[0]} in {files.path(file)} for the activation function {name}, found "
+            f"only {', '.join(sorted(tensors))}"
         )
     if name == "jumprelu":
         return JumpReLU(tensors["threshold"], rectified=True)

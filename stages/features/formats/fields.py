@@ -25,12 +25,12 @@ _OFF: tuple[Any, ...] = (None, False, "", [], {}, "none")
 
 @dataclass(frozen=True)
 class Only:
-    """Values that are supported; any other value is refused."""
+    """The values of a configuration field that are supported; any other value is refused."""
 
     values: tuple[Any, ...]
     """The supported values; None stands for a missing field."""
     reason: str
-    """What another value would require, for the error message."""
+    """What could not be computed with another value, for the error message."""
 
 
 def _all(kind: str, *names: str) -> dict[str, str | Only]:
@@ -215,12 +215,12 @@ FIELDS: Mapping[str, Mapping[str, str | Only]] = {
 
 
 def apply_fields(part: str, fields: Mapping[str, Any], place: object) -> None:
-    """Check the fields of a configuration; warn of unknown fields.
+    """Refuse unsupported values in a dictionary's configuration, and warn of unknown fields.
 
     Arguments:
-        part: Key of `FIELDS`.
-        fields: The fields.
-        place: File that holds them, for messages.
+        part: Name of the format, or of a part of its configuration: a key of `FIELDS`.
+        fields: Names and values of the fields.
+        place: Path of the file that holds the fields, for messages.
 
     Raises:
         DictionaryError: A field has a value that is not supported.
@@ -234,8 +234,8 @@ def apply_fields(part: str, fields: Mapping[str, Any], place: object) -> None:
             near = nearest(str(value), [v for v in kind.values if isinstance(v, str)])
             raise DictionaryError(
                 f"expected {name} to be {' or '.join(supported)} in {place}, found {value!r:.80}"
-                f"{f'; nearest is {near!r}' if near else ''}: {kind.reason} cannot be computed; take another "
-                "dictionary"
+                f"{f' (did you mean {near!r}?)' if near else ''}: {kind.reason} cannot be computed; use "
+                "another dictionary"
             )
         # Unknown fields only warn: new versions of other programs add fields that rarely matter.
         if kind is None and value not in _OFF:
@@ -243,42 +243,42 @@ def apply_fields(part: str, fields: Mapping[str, Any], place: object) -> None:
     if unknown:
         shown = ", ".join(unknown[:6]) + (f" and {len(unknown) - 6} more" if len(unknown) > 6 else "")
         warnings.warn(
-            f"{place} has unknown entries, which are ignored: {shown}",
+            f"{place} has entries of unknown meaning, which are ignored: {shown}",
             UserWarning,
             stacklevel=2,
         )
 
 
 def to_float(value: Any, field: str, place: object) -> float:
-    """A number of a configuration as a float.
+    """The number in a field of a configuration, as a float.
 
     Arguments:
         value: Value of the field.
         field: Name of the field, for messages.
-        place: File that holds it, for messages.
+        place: Path of the configuration file, for messages.
 
     Raises:
-        DictionaryError: The value is no number.
+        DictionaryError: The value is not a number.
     """
     # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise DictionaryError(f"expected {field} to be a number in {place}, found {value!r}")
+        raise DictionaryError(f"expected a number as {field} in {place}, found {value!r}")
     return float(value)
 
 
 def to_whole(value: Any, field: str, place: object, *, least: int = 1) -> int:
-    """A whole number of a configuration.
+    """The whole number in a field of a configuration.
 
     Arguments:
         value: Value of the field.
         field: Name of the field, for messages.
-        place: File that holds it, for messages.
-        least: Smallest value, 0 or 1.
+        place: Path of the configuration file, for messages.
+        least: Smallest value that is allowed, 0 or 1.
 
     Raises:
-        DictionaryError: The value is no whole number, or too small.
+        DictionaryError: The value is not a whole number, or smaller than `least`.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        kind = "positive" if least else "whole"
-        raise DictionaryError(f"expected {field} to be a {kind} number in {place}, found {value!r}")
+        kind = f"a whole number of at least {least}"
+        raise DictionaryError(f"expected {kind} as {field} in {place}, found {value!r}")
     return value

@@ -36,7 +36,7 @@ HOOKS = {
     "att": ("z", "z"),
     "transcoders": ("ln2_normalized", "mlp_out"),
 }
-"""Hook kinds read and written, by the suffix of the repository's name."""
+"""Kinds of hook points (read, written), by the last part of the repository's name."""
 
 
 def part(
@@ -46,24 +46,24 @@ def part(
     write: str | None,
     layer: int | None = None,
 ) -> OneLayer:
-    """The dictionary in one file; arguments as `LayerByLayer.part`. layer: None if the path states it."""
-    place = files.path(name)
-    path = place.as_posix()
+    """The dictionary in one params.npz; see `LayerByLayer.part`. `layer` None: the path states the layer."""
+    file_path = files.path(name)
+    path = file_path.as_posix()
     # The innermost folder counts: a parent of the download may be named like a layer too.
     matches = [(m[1], m[2]) for m in _PLACE.finditer(path)]
     is_embedding = bool(matches and matches[-1][1])
     if layer is None:
         if not matches:
             raise DictionaryError(
-                f"expected layer_<number> or embedding in the path of {place}, which states the layer; "
-                "keep the folders of the repository"
+                f"expected a folder layer_<number> or embedding in the path {file_path}, found none, so the "
+                "layer is unknown; keep the folders as they are in the repository"
             )
         layer = 0 if is_embedding else int(matches[-1][0])
     hooks = layer_hooks(files, StatedHooks(layer, *_stated_hooks(path, is_embedding)), read, write)
-    shapes = _shapes(place)
-    d_in, size = check_shapes(shapes, place, {"W_enc": (None, None)})["W_enc"]
-    d_out = check_shapes(shapes, place, {"W_dec": (size, None)})["W_dec"][1]
-    check_shapes(shapes, place, {"b_enc": (size,), "b_dec": (d_out,)}, {"threshold": (size,)})
+    shapes = _shapes(file_path)
+    d_in, size = check_shapes(shapes, file_path, {"W_enc": (None, None)})["W_enc"]
+    d_out = check_shapes(shapes, file_path, {"W_dec": (size, None)})["W_dec"][1]
+    check_shapes(shapes, file_path, {"b_enc": (size,), "b_dec": (d_out,)}, {"threshold": (size,)})
     repository = _REPOSITORY.search(path)
 
     def open_layer() -> LayerFeatures:
@@ -74,7 +74,7 @@ def part(
 
         # Embeddings of Gemma are multiplied by sqrt(hidden) in the model; the autoencoders saw them unscaled.
         gain = d_in**-0.5 if is_embedding else 1.0
-        tensors = {key: torch.from_numpy(npz_array(place, key, DictionaryError)) for key in shapes}
+        tensors = {key: torch.from_numpy(npz_array(file_path, key, DictionaryError)) for key in shapes}
         return LayerFeatures(
             layer=layer,
             W_enc=tensors["W_enc"].T,
@@ -105,22 +105,23 @@ recognises, read = FORMAT.recognises, FORMAT.read
 
 
 def _stated_hooks(path: str, is_embedding: bool) -> tuple[str | None, str | None]:
-    """Hook kinds read and written, which the name of the repository in a path states."""
+    """Hook kinds read and written, by the repository's name in a path; (None, None) for other names."""
     if is_embedding:
         return "embed", "embed"
     repository = _REPOSITORY.search(path)
     return HOOKS[repository[3]] if repository else (None, None)
 
 
-def _shapes(place: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of the arrays of a file by name. DictionaryError for an array that is not float."""
-    layouts = npz_layouts(place, DictionaryError)
+def _shapes(file_path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the arrays in an npz file by name; DictionaryError if one is neither float32 nor float64."""
+    layouts = npz_layouts(file_path, DictionaryError)
     for name, layout in layouts.items():
         # Scalars may be of any dtype: they are no weights.
         if layout.dtype.name not in ("float32", "float64") and layout.shape:
             raise DictionaryError(
-                f"expected {name!r} in {place} as one of float32, float64, found {layout.dtype.name}"
+                f"expected the array {name!r} in {file_path} to be float32 or float64, found "
+                f"{layout.dtype.name}; fetch the file again"
             )
     shapes = {name: layout.shape for name, layout in layouts.items()}
-    apply_fields("gemma_scope tensors", shapes, place)
+    apply_fields("gemma_scope tensors", shapes, file_path)
     return shapes

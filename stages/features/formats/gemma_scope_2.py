@@ -53,12 +53,12 @@ def read(
     read: str | None = None,
     write: str | None = None,
 ) -> Opened:
-    """The dictionaries of all layers: one per layer, or one cross-layer transcoder.
+    """Layout of the dictionaries of all layers: one per layer, or one cross-layer transcoder.
 
     Arguments:
         files: Files of the dictionary.
-        read: Hook point that features read, in place of that in the files; None for that in the files.
-        write: Hook point that features write to, likewise.
+        read: Hook point that features read; None: the one that config.json or the folder's name states.
+        write: Hook point that features write to; None: as for `read`.
 
     Raises:
         DictionaryError: A layer of a cross-layer transcoder is missing, or shapes do not fit together.
@@ -69,8 +69,9 @@ def read(
         ordered = [by_layer[layer] for layer in sorted(by_layer)]
         if sorted(by_layer) != list(range(len(names))):
             raise DictionaryError(
-                f"expected one file for every layer from 0 on in {files.directory}, found {len(names)} files "
-                f"of layers {', '.join(map(str, sorted(by_layer)))}; fetch it again, or open one subfolder"
+                "expected one file for every layer from 0 on for the cross-layer transcoder in "
+                f"{files.directory}, found {len(names)} files of layers "
+                f"{', '.join(map(str, sorted(by_layer)))}; fetch it again, or open one of its subfolders"
             )
         return read_clt(files, ordered, read, write)
     parts = [part(files, name, read, write) for name in names]
@@ -78,13 +79,15 @@ def read(
 
 
 def is_cross_layer(files: DictionaryFiles, name: str) -> bool:
-    """Whether the features of a file write to several layers: decoders have a third axis, the target."""
+    """Whether the features in a file write to several layers: its decoder has an axis of target layers."""
     return len(files.shapes(name).get("w_dec", ())) == 3
 
 
 def zero_positions(model: str | None) -> int:
-    """Number of first positions without features: 4 for instruction-tuned Gemma 3, whose prompts begin with
-    four fixed tokens, else 1."""
+    """Number of positions at the start of a prompt that training left out, by the model's name.
+
+    4 for instruction-tuned Gemma 3, whose prompts begin with four fixed tokens, else 1.
+    """
     return 4 if model and re.search(r"gemma-3-.*-it", model) else 1
 
 
@@ -95,7 +98,7 @@ def part(
     write: str | None,
     layer: int | None = None,
 ) -> OneLayer:
-    """The dictionary in one file; arguments as `LayerByLayer.part`. layer: None if the path states it."""
+    """The dictionary in one file; see `LayerByLayer.part`. `layer` None: the path states the layer."""
     layer_number = _layer(files, name) if layer is None else layer
     hooks = layer_hooks(files, StatedHooks(layer_number, *_stated_hooks(files, name)), read, write)
     (d_in, size), shapes = _sizes(files, name)
@@ -121,13 +124,13 @@ def read_clt(
     read: str | None,
     write: str | None,
 ) -> Opened:
-    """The cross-layer transcoder in some files.
+    """Layout of the cross-layer transcoder whose layers are in separate files.
 
     Arguments:
         files: Files of the dictionary.
         names: Names of the files, one per layer from 0 on.
-        read: Hook point that features read, in place of that in the files; None for that in the files.
-        write: Hook point that features write to, likewise.
+        read: Hook point that features read; None: the one that config.json or the folder's name states.
+        write: Hook point that features write to; None: as for `read`.
     """
     hooks = layer_hooks(files, StatedHooks(0, *_stated_hooks(files, names[0])), read, write)
     (width, size), _ = _sizes(files, names[0])
@@ -158,7 +161,7 @@ def read_clt(
 
 
 def _features(files: DictionaryFiles, name: str, layer: int) -> LayerFeatures:
-    """The features in one file, memory-mapped."""
+    """The features in one file, which read `layer`, with memory-mapped weights."""
     from ..layers.activations import JumpReLU
     from ..layers.layer import LayerFeatures
 
@@ -178,7 +181,7 @@ def _features(files: DictionaryFiles, name: str, layer: int) -> LayerFeatures:
 
 
 def _sizes(files: DictionaryFiles, name: str) -> tuple[tuple[int, int], dict[str, tuple[int, ...]]]:
-    """((width read, features), shapes of all tensors)."""
+    """((width of the states read, number of features), shapes of all tensors by name) of a file."""
     shapes = require_shapes(files, name, {"w_enc": (None, None)})
     return (shapes["w_enc"][0], shapes["w_enc"][1]), shapes
 
@@ -186,7 +189,7 @@ def _sizes(files: DictionaryFiles, name: str) -> tuple[tuple[int, int], dict[str
 def _require_biases(
     files: DictionaryFiles, name: str, size: int, d_in: int, d_out: int
 ) -> dict[str, tuple[int, ...]]:
-    """Check biases, threshold and skip of a file; returns the shapes of all tensors."""
+    """Check the shapes of biases, threshold and skip connection; returns the shapes of all tensors."""
     expected = {"b_enc": (size,), "b_dec": (d_out,), "threshold": (size,)}
     shapes = require_shapes(files, name, expected, {"affine_skip_connection": (d_in, d_out)})
     apply_fields("gemma_scope_2 tensors", shapes, files.path(name))
@@ -194,18 +197,18 @@ def _require_biases(
 
 
 def _layer(files: DictionaryFiles, name: str) -> int:
-    """Layer that the path of a parameter file states; DictionaryError without one."""
+    """Layer that the path of a parameter file states ("layer_12"); DictionaryError if it states none."""
     numbers = _LAYER.findall(files.path(name).as_posix())
     if not numbers:
         raise DictionaryError(
-            f"expected layer_<number> in the path of {files.path(name)}, which states the layer; keep "
-            "the folders of the repository"
+            f"expected layer_<number> in the path {files.path(name)}, found none, so the layer is unknown; "
+            "keep the folders as they are in the repository"
         )
     return int(numbers[-1])
 
 
 def _config(files: DictionaryFiles, name: str) -> dict[str, str]:
-    """config.json in the folder of a parameter file; empty if there is none."""
+    """Contents of the config.json beside a parameter file; empty if there is none."""
     folder = name.rpartition("/")[0]
     config = f"{folder}/{CONFIG}" if folder else CONFIG
     if config not in files.listing:
@@ -216,8 +219,10 @@ def _config(files: DictionaryFiles, name: str) -> dict[str, str]:
 
 
 def _stated_hooks(files: DictionaryFiles, name: str) -> tuple[str | None, str | None]:
-    """Names of hook points stated by config.json, "model.layers.4.self_attn.o_proj.input"; else kinds by the
-    folder's name."""
+    """Hook points read and written: module names from config.json, else kinds from the folder's name.
+
+    (None, None) if neither states them.
+    """
     config = _config(files, name)
     reads, writes = (config.get(f"hf_hook_point_{end}") for end in ("in", "out"))
     # Names in a configuration win over those of folders, which a user may have renamed.

@@ -1,5 +1,4 @@
-"""Shared parts of formats with one or two numbered safetensors files per layer: numbering, hook points,
-shapes.
+"""Helpers for formats with one or two numbered safetensors files per layer: layers, hook points, shapes.
 
 Border: names and headers; the meaning of a tensor is defined by its format.
 """
@@ -18,7 +17,7 @@ __all__ = ["check_shapes", "hooks_of", "numbered", "require_kind", "require_shap
 
 
 def numbered(files: DictionaryFiles, pattern: str) -> tuple[int, ...]:
-    """Layers that have a file in the root folder.
+    """Layers of the files in the root folder, which must be 0, 1, 2, ... without a gap.
 
     Arguments:
         files: Files of the dictionary.
@@ -32,21 +31,21 @@ def numbered(files: DictionaryFiles, pattern: str) -> tuple[int, ...]:
     if missing is not None:
         raise DictionaryError(
             f"expected a file for every layer from 0 to {layers[-1]} in {files.directory}, found none for "
-            f"layer {missing}; fetch it again"
+            f"layer {missing}; fetch the dictionary again"
         )
     return tuple(layers)
 
 
 def hooks_of(files: DictionaryFiles, read: str | None, write: str | None) -> tuple[str, str]:
-    """Hook kinds that are read and written.
+    """Kinds of the hook points (read, written), such as ("resid_mid", "mlp_out").
 
     Arguments:
         files: Files of the dictionary.
-        read: Name of the hook point that is read; None for that in config.yaml.
-        write: Name of the hook point that is written, likewise.
+        read: Name of the hook point that features read; None: the one that config.yaml names.
+        write: Name of the hook point that features write to; None: the one that config.yaml names.
 
     Raises:
-        DictionaryError: They are stated nowhere; they are not guessed from the layout.
+        DictionaryError: Neither the arguments nor config.yaml name a hook point.
     """
     config = files.yaml
     names = (read or config.get("feature_input_hook"), write or config.get("feature_output_hook"))
@@ -54,7 +53,8 @@ def hooks_of(files: DictionaryFiles, read: str | None, write: str | None) -> tup
     for name, field in zip(names, ("feature_input_hook", "feature_output_hook"), strict=True):
         if not isinstance(name, str):
             raise DictionaryError(
-                f"expected {field} in {files.directory / CONFIG_YAML}, found {name!r}; {HOOKS_ADVICE}"
+                f"expected the name of a hook point as {field} in {files.directory / CONFIG_YAML}, found "
+                f"{name!r}; {HOOKS_ADVICE}"
             )
     return hook_kind(str(names[0])), hook_kind(str(names[1]))
 
@@ -64,8 +64,8 @@ def require_kind(files: DictionaryFiles, expected: str) -> None:
     stated = files.yaml.get("model_kind", expected)
     if stated != expected:
         raise DictionaryError(
-            f"expected model_kind to be {expected} in {files.directory / CONFIG_YAML}, as its files are "
-            f"named, found {stated!r}; correct it, or fetch the files again"
+            f"expected model_kind {expected} in {files.directory / CONFIG_YAML}, as the names of its files "
+            f"imply, found {stated!r}; correct the entry, or fetch the dictionary again"
         )
 
 
@@ -85,13 +85,13 @@ def require_shapes(
     expected: Mapping[str, Sequence[int | None]],
     optional: Mapping[str, Sequence[int | None]] | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """Check tensor shapes of a file, where None allows any size; returns the shapes of all tensors.
+    """Check the shapes of tensors in a safetensors file, and return the shapes of all its tensors.
 
     Arguments:
         files: Files of the dictionary.
-        name: The safetensors file.
-        expected: Shapes of required tensors.
-        optional: Shapes of tensors that may be missing.
+        name: Name of the file.
+        expected: By tensor name, the shape it must have, where None allows any size.
+        optional: The same for tensors that may be missing.
 
     Raises:
         DictionaryError: A tensor is missing or has another shape.
@@ -105,13 +105,13 @@ def check_shapes(
     expected: Mapping[str, Sequence[int | None]],
     optional: Mapping[str, Sequence[int | None]] | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """As `require_shapes`, for tensors of any file.
+    """Check the shapes of tensors that were read from a file of any format.
 
     Arguments:
-        shapes: Shapes of all tensors of the file.
-        place: The file, for messages.
-        expected: Shapes of required tensors.
-        optional: Shapes of tensors that may be missing.
+        shapes: Shapes of all tensors of the file, by name.
+        place: Path of the file, for messages.
+        expected: By tensor name, the shape it must have, where None allows any size.
+        optional: The same for tensors that may be missing.
 
     Returns:
         `shapes`.
@@ -125,15 +125,15 @@ def check_shapes(
                 near = nearest(tensor, shapes)
                 raise DictionaryError(
                     f"expected a tensor {tensor!r} in {place}, found "
-                    f"{', '.join(sorted(shapes))}" + (f"; nearest is {near!r}" if near else "")
+                    f"{', '.join(sorted(shapes))}" + (f"; is {near!r} meant?" if near else "")
                 )
             continue
         actual = shapes[tensor]
         if len(actual) != len(shape) or any(
-            s is not None and s != g for s, g in zip(shape, actual, strict=True)
+            size is not None and size != actual_size for size, actual_size in zip(shape, actual, strict=True)
         ):
             expected_shape = ["any" if size is None else size for size in shape]
             raise DictionaryError(
-                f"expected {tensor!r} of shape {expected_shape} in {place}, found {list(actual)}"
+                f"expected the tensor {tensor!r} of shape {expected_shape} in {place}, found {list(actual)}"
             )
     return shapes

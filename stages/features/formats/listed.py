@@ -32,12 +32,12 @@ from .single import OneLayer, join
 __all__ = ["Reference", "read", "recognises", "references"]
 
 LONGEST_LIST, LARGEST_FILE = 1024, 1 << 20
-"""Limits on the number of entries, and on the bytes of config.yaml, which comes from the hub."""
+"""Largest number of listed files, and largest size of config.yaml in bytes: the file comes from outside."""
 _LAYER = re.compile(r"layer_(\d{1,9})")
 
 
 class Reference:
-    """List entry: a hub file or a local path."""
+    """One entry of the list: a file of the hub (hf://...) or a path relative to the folder of config.yaml."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -46,24 +46,31 @@ class Reference:
             parts = urlsplit(text)
             repository, _, file = parts.path.strip("/").partition("/")
             if not (parts.netloc and repository and file):
-                raise DictionaryError(f"expected hf://org/repo/file, found {text!r}")
+                raise DictionaryError(
+                    f"expected a file of the hub in the list of config.yaml as hf://org/repo/file, found "
+                    f"{text!r}; correct the entry"
+                )
             self.repository, self.file = f"{parts.netloc}/{repository}", file
             self.revision = parse_qs(parts.query).get("revision", [None])[0]
 
     def path(self, folder: Path) -> Path:
-        """Path of the file. Raises ModelNotFound with the command that fetches it."""
+        """Path of the file on this machine; ModelNotFound, with a command that fetches it, if it is missing.
+
+        Arguments:
+            folder: Folder of the config.yaml.
+        """
         root = folder
         if self.repository is not None:
             root = resolve(self.repository + (f"@{self.revision}" if self.revision else "")).directory
         path = path_below(root, self.file, DictionaryError, folder / CONFIG_YAML)
         if not path.is_file():
             hint = f"fetch it: mizarr features fetch {folder}" if self.repository else "correct the list"
-            raise ModelNotFound(f"{self.text} is not at {path}; {hint}")
+            raise ModelNotFound(f"{self.text}, which {folder / CONFIG_YAML} lists, is not at {path}; {hint}")
         return path
 
 
 def recognises(files: DictionaryFiles) -> bool:
-    """Whether config.yaml lists transcoders."""
+    """Whether config.yaml has the entry `transcoders`, a list of files."""
     return "transcoders" in files.yaml
 
 
@@ -73,12 +80,12 @@ def read(
     read: str | None = None,
     write: str | None = None,
 ) -> Opened:
-    """The transcoders of the list as one dictionary; all headers are checked, no weights are read.
+    """Layout of the listed transcoders; the shapes in all files are checked, no weights are read.
 
     Arguments:
         files: Files of the dictionary.
-        read: Hook point that features read, in place of that in the files; None for that in the files.
-        write: Hook point that features write to, likewise.
+        read: Hook point that features read; None: the one that config.yaml names.
+        write: Hook point that features write to; None: the one that config.yaml names.
 
     Raises:
         DictionaryError: The list is invalid, or files do not fit together.
@@ -86,21 +93,22 @@ def read(
     """
     apply_fields("listed", files.yaml, files.path(CONFIG_YAML))
     entries = references(files)
-    kinds = hooks_of(files, read, write)
+    read_kind, write_kind = hooks_of(files, read, write)
     names = [f"layer_{layer}{Path(entry.file).suffix}" for layer, entry in enumerate(entries)]
     links = {name: entry.path(files.directory) for name, entry in zip(names, entries, strict=True)}
-    # The listed files are presented under uniform names, so that existing readers apply.
+    # The listed files get uniform names, so that the readers of their formats apply.
     linked = DictionaryFiles(files.name, files.directory, files.revision, links)
-    if _format(linked, names[0]) is gemma_scope_2 and gemma_scope_2.is_cross_layer(linked, names[0]):
-        return gemma_scope_2.read_clt(linked, names, kinds[0], kinds[1])
-    parts: list[OneLayer] = []
+    if _format_module(linked, names[0]) is gemma_scope_2 and gemma_scope_2.is_cross_layer(linked, names[0]):
+        return gemma_scope_2.read_clt(linked, names, read_kind, write_kind)
+    layer_dictionaries: list[OneLayer] = []
     for layer, name in enumerate(names):
-        parts.append(_format(linked, name).part(linked, name, kinds[0], kinds[1], layer))
-    return join(linked, "listed", parts)
+        format_module = _format_module(linked, name)
+        layer_dictionaries.append(format_module.part(linked, name, read_kind, write_kind, layer))
+    return join(linked, "listed", layer_dictionaries)
 
 
 def references(files: DictionaryFiles) -> Sequence[Reference]:
-    """The entries of the list, one per layer from 0 on.
+    """The files that config.yaml lists, one per layer from 0 on.
 
     Raises:
         DictionaryError: The list is empty, too long or out of order.
@@ -113,7 +121,8 @@ def references(files: DictionaryFiles) -> Sequence[Reference]:
             f"{len(listed)} entries in {size} bytes" if isinstance(listed, list) else type(listed).__name__
         )
         raise DictionaryError(
-            f"expected transcoders in {place} as a list of 1 to {LONGEST_LIST} files, found {description}"
+            f"expected the entry transcoders of {place} to be a list of 1 to {LONGEST_LIST} files "
+            f"(config.yaml at most {LARGEST_FILE} bytes), found {description}"
         )
     entries = [_entry(item, layer, place) for layer, item in enumerate(listed)]
     for layer, entry in enumerate(entries):
@@ -121,28 +130,30 @@ def references(files: DictionaryFiles) -> Sequence[Reference]:
         numbers = _LAYER.findall(entry.file)
         if numbers and int(numbers[-1]) != layer:
             raise DictionaryError(
-                f"expected the transcoders in {place} in the order of layers, found {entry.text} in place "
-                f"{layer}"
+                f"expected the transcoders listed in {place} in the order of layers, found {entry.text} "
+                f"where the file of layer {layer} belongs; sort the list"
             )
     return entries
 
 
 def _entry(item: Any, layer: int, place: Path) -> Reference:
-    """Reference of one list entry; DictionaryError for another layer, or another kind of value."""
+    """File that the entry for a layer names; DictionaryError if it names another layer or no file."""
     if isinstance(item, Mapping):  # the oldest layout: {id, layer, filepath}
         if item.get("layer", layer) != layer:
             raise DictionaryError(
-                f"expected the transcoders in {place} in the order of layers, found layer {item['layer']!r} "
-                f"in place {layer}"
+                f"expected the transcoders listed in {place} in the order of layers, found layer "
+                f"{item['layer']!r} where layer {layer} belongs; sort the list"
             )
         item = item.get("filepath")
     if not isinstance(item, str):
-        raise DictionaryError(f"expected a file for layer {layer} in {place}, found {item!r}")
+        raise DictionaryError(
+            f"expected a file name for layer {layer} in the list of {place}, found {item!r}"
+        )
     return Reference(item)
 
 
-def _format(files: DictionaryFiles, name: str) -> Any:
-    """The module that reads one file."""
+def _format_module(files: DictionaryFiles, name: str) -> Any:
+    """Module of the format of a file: gemma_scope, gemma_scope_2 or plt."""
     if name.endswith(".npz"):
         return gemma_scope
     return gemma_scope_2 if "w_enc" in files.shapes(name) else plt

@@ -36,12 +36,12 @@ VARIANTS = {
 
 
 def part(files: DictionaryFiles, name: str, read: str | None, write: str | None) -> OneLayer:
-    """The dictionary of one folder; arguments as `LayerByLayer.part`. name: its configuration file."""
+    """The autoencoder in one folder; see `LayerByLayer.part`. `name` is the folder's configuration file."""
     folder, slash, file = name.rpartition("/")
     weights = f"{folder}{slash}{VARIANTS[file]}"
-    config, place = files.json(name), files.path(name)
-    apply_fields("llama_scope", config, place)
-    hooks = layer_hooks(files, _stated_hooks(config, place), read, write)
+    config, config_path = files.json(name), files.path(name)
+    apply_fields("llama_scope", config, config_path)
+    hooks = layer_hooks(files, _stated_hooks(config, config_path), read, write)
     layer = hooks.layer
     size, d_in = require_shapes(files, weights, {"encoder.weight": (None, None)})["encoder.weight"]
     expected: dict[str, tuple[int | None, ...]] = {"encoder.bias": (size,), "decoder.weight": (None, size)}
@@ -54,11 +54,16 @@ def part(files: DictionaryFiles, name: str, read: str | None, write: str | None)
     apply_fields("llama_scope tensors", shapes, files.path(weights))
     norm = (config.get("dataset_average_activation_norm") or {}).get("in")
     if norm is None and is_scalar:
-        raise DictionaryError(f"expected dataset_average_activation_norm.in in {place}, found none")
-    # Brings inputs of the stated mean norm to sqrt(d_in).
-    gain = 1.0 if norm is None else d_in**0.5 / to_float(norm, "dataset_average_activation_norm.in", place)
+        raise DictionaryError(
+            f"expected the mean norm of inputs as dataset_average_activation_norm.in in {config_path}, found "
+            "none; fetch the dictionary again"
+        )
+    # The autoencoder was trained on inputs scaled from this mean norm to sqrt(d_in).
+    gain = (
+        1.0 if norm is None else d_in**0.5 / to_float(norm, "dataset_average_activation_norm.in", config_path)
+    )
     threshold = (
-        to_float(config.get("jump_relu_threshold"), "jump_relu_threshold", place) if is_scalar else 0.0
+        to_float(config.get("jump_relu_threshold"), "jump_relu_threshold", config_path) if is_scalar else 0.0
     )
 
     def open_layer() -> LayerFeatures:
@@ -98,9 +103,12 @@ FORMAT = LayerByLayer("llama_scope", lambda files: files_beside(files, VARIANTS)
 recognises, read = FORMAT.recognises, FORMAT.read
 
 
-def _stated_hooks(config: dict[str, Any], place: Path) -> StatedHooks:
-    """Layer and hook points that the configuration states."""
+def _stated_hooks(config: dict[str, Any], config_path: Path) -> StatedHooks:
+    """Hook points that the configuration names; those it does not name are None."""
     names = [config.get(f"hook_point_{end}") for end in ("in", "out")]
     if not all(name is None or isinstance(name, str) for name in names):
-        raise DictionaryError(f"expected names of hook points in {place}, found {names}")
+        raise DictionaryError(
+            f"expected texts as hook_point_in and hook_point_out in {config_path}, found {names}; correct "
+            "the file"
+        )
     return StatedHooks(layer_in(names[0]), *names)

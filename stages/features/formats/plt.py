@@ -29,13 +29,13 @@ __all__ = ["part", "read", "recognises"]
 _LAYER = r"layer_(\d{1,9})\.safetensors"
 _THRESHOLD = "activation_function.threshold"
 ACTIVATIONS = ("topk", "relu", "jumprelu")
-"""Values of `activation` in config.yaml."""
+"""Values that the entry `activation` of config.yaml may have."""
 TOP_K = {"facebook/crv-8b-instruct-transcoders": 128}
-"""k of TopK repositories whose configuration does not say so; circuit-tracer knows them by name."""
+"""k of TopK dictionaries on the hub whose config.yaml states neither TopK nor k, by repository name."""
 
 
 def recognises(files: DictionaryFiles) -> bool:
-    """Whether the root folder holds one file per layer."""
+    """Whether the root folder holds files named layer_{layer}.safetensors."""
     return any(re.fullmatch(_LAYER, name) for name in files.listing)
 
 
@@ -45,12 +45,12 @@ def read(
     read: str | None = None,
     write: str | None = None,
 ) -> Opened:
-    """The transcoders as one dictionary; all headers are checked, no weights are read.
+    """Layout of the transcoders of all layers; the shapes in all files are checked, no weights are read.
 
     Arguments:
         files: Files of the dictionary.
-        read: Hook point that features read, in place of that in the files; None for that in the files.
-        write: Hook point that features write to, likewise.
+        read: Hook point that features read; None: the one that config.yaml names.
+        write: Hook point that features write to; None: the one that config.yaml names.
 
     Raises:
         DictionaryError: A layer or tensor is missing, or shapes do not fit together.
@@ -66,14 +66,14 @@ def read(
 
 
 def part(files: DictionaryFiles, file: str, read: str, write: str, layer: int) -> OneLayer:
-    """The transcoder of one layer.
+    """Description of one layer's transcoder, from the shapes in its file and from config.yaml.
 
     Arguments:
         files: Files of the dictionary.
-        file: The layer's file.
+        file: Name of the layer's safetensors file.
         read: Kind of the hook point that features read.
-        write: Kind of the hook point that they write to.
-        layer: The layer.
+        write: Kind of the hook point that features write to.
+        layer: Layer that the features read.
     """
     name, k = _stated_activation(files)
     # An entry of mizarr's own exports, which circuit-tracer ignores.
@@ -118,7 +118,7 @@ def part(files: DictionaryFiles, file: str, read: str, write: str, layer: int) -
 
 
 def _stated_activation(files: DictionaryFiles) -> tuple[str | None, int]:
-    """(name, k) stated by config.yaml; the name is None if the tensors decide."""
+    """(activation function, k of TopK or 0) as config.yaml states; (None, 0) if it states none."""
     name, k = files.yaml.get("activation"), files.yaml.get("k", 0)
     if name is None:
         # By prefix: a reference may end with a subfolder or a revision.
@@ -127,9 +127,15 @@ def _stated_activation(files: DictionaryFiles) -> tuple[str | None, int]:
         )
         name, k = (None, k) if k_of_repository is None else ("topk", k_of_repository)
     if name is not None and name not in ACTIVATIONS:
-        raise DictionaryError(f"expected activation to be one of {', '.join(ACTIVATIONS)}, found {name!r}")
+        raise DictionaryError(
+            f"expected the entry activation of config.yaml in {files.directory} to be one of "
+            f"{', '.join(ACTIVATIONS)}, found {name!r}; correct it"
+        )
     if name == "topk" and not (isinstance(k, int) and k > 0):
-        raise DictionaryError(f"expected a positive k beside activation: topk in config.yaml, found {k!r}")
+        raise DictionaryError(
+            f"expected a positive whole number as k beside 'activation: topk' in config.yaml in "
+            f"{files.directory}, found {k!r}; add it"
+        )
     return name, k
 
 

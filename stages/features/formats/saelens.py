@@ -41,20 +41,20 @@ __all__ = ["part", "read", "recognises"]
 
 WEIGHTS = ("sae_weights.safetensors", "model.safetensors")
 _NORM_ROWS = 4096
-"""Decoder rows converted to float32 at a time."""
+"""Number of decoder rows that are converted to float32 at once."""
 _FOLDED_NORMS = ("ln1_normalized", "ln2_normalized", "mlp_pre", "ln_final_normalized", "final_norm")
-"""Hook kinds whose values change when norms are folded into the next weights."""
+"""Hook kinds whose values differ in a model whose norm gains are folded into the next weights (fold_ln)."""
 _FOLDED_VALUES = ("v", "z", "result")
-"""Hook kinds whose values change when value biases are folded."""
+"""Hook kinds whose values differ in a model whose value biases are folded into b_O (fold_value_biases)."""
 
 
 def part(files: DictionaryFiles, name: str, read: str | None, write: str | None) -> OneLayer:
-    """The dictionary of one folder; arguments as `LayerByLayer.part`. name: its weight file."""
+    """The dictionary in one folder; see `LayerByLayer.part`. `name` is the folder's weight file."""
     place, fields = config_beside(files, name, CFG_JSON)
     config = SaeLensConfig.parse(fields, place)
     hooks = layer_hooks(files, _stated_hooks(config), read, write)
     layer = hooks.layer
-    _require_unprocessed(config, hooks, place)
+    _refuse_folded_weights(config, hooks, place)
     shapes = require_shapes(files, name, _expected(config, files.shapes(name)))
     d_out = shapes["W_dec"][1]
     if "W_skip" in shapes:
@@ -103,23 +103,30 @@ recognises, read = FORMAT.recognises, FORMAT.read
 
 
 def _stated_hooks(config: SaeLensConfig) -> StatedHooks:
-    """Layer and hook points in the configuration; old transcoders write to the MLP's output."""
+    """Layer and hook points that cfg.json states."""
+    # Old transcoders do not state where they write: the MLP's output.
     written = config.hook_name_out or ("mlp_out" if config.is_transcoder else None)
     return StatedHooks(config.hook_layer, config.hook_name, written)
 
 
-def _require_unprocessed(config: SaeLensConfig, hooks: LayerHooks, place: Path) -> None:
-    """Raise DictionaryError if weights were folded in a way that changes the hook point read."""
+def _refuse_folded_weights(config: SaeLensConfig, hooks: LayerHooks, place: Path) -> None:
+    """Raise DictionaryError if the dictionary was trained on states that folding of weights had changed."""
     for name, kinds in (("fold_ln", _FOLDED_NORMS), ("fold_value_biases", _FOLDED_VALUES)):
         if name in config.processing and hooks.read in kinds:
             raise DictionaryError(
-                f"expected {name} to be False in {place}, as the features read {hooks.read}, which it "
-                "changes, found True; take another dictionary"
+                f"the dictionary of {place} was trained on a model whose weights were folded ({name} is "
+                f"True), which changes the states at {hooks.read} that its features read; use another "
+                "dictionary"
             )
 
 
 def _expected(config: SaeLensConfig, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int | None, ...]]:
-    """Shapes of the tensors that a file must have, given the names it has."""
+    """Shapes that the tensors of a file must have, by name.
+
+    Arguments:
+        config: The file's cfg.json.
+        shapes: Shapes of its tensors, from whose names the name of the threshold is chosen.
+    """
     size, d_in, d_out = config.d_sae, config.d_in, config.d_out
     expected: dict[str, tuple[int | None, ...]] = {
         "W_enc": (d_in, size),
@@ -142,7 +149,7 @@ def _expected(config: SaeLensConfig, shapes: dict[str, tuple[int, ...]]) -> dict
 
 
 def _activation(config: SaeLensConfig, tensors: dict[str, Tensor]) -> Activation:
-    """Activation function with its thresholds or gates."""
+    """Activation function that cfg.json names, with its thresholds or gates from `tensors`."""
     from ..layers.activations import AbsTopK, Gated, JumpReLU, ReLU, TopK
 
     if config.activation == "jumprelu":
@@ -158,7 +165,7 @@ def _activation(config: SaeLensConfig, tensors: dict[str, Tensor]) -> Activation
 
 
 def _scaling(config: SaeLensConfig) -> Scaling:
-    """Scaling of the input; a transcoder's output is not scaled back, as in SAELens."""
+    """Normalisation of the input that cfg.json names; a transcoder's output is not scaled back."""
     from ..layers.scaling import AsIs, ConstantNorm, InputOnly, LayerNorm
 
     scalings: dict[str, Any] = {"constant_norm_rescale": ConstantNorm, "layer_norm": LayerNorm}
@@ -167,20 +174,21 @@ def _scaling(config: SaeLensConfig) -> Scaling:
 
 
 def _decoder(config: SaeLensConfig, tensors: dict[str, Tensor], place: Path) -> Tensor:
-    """W_dec; scaled row by row if an old file contains factors from fine-tuning."""
+    """Decoder [feature, d_out]; rows are multiplied by the fine-tuning factors that some old files have."""
     factors = tensors.get("scaling_factor")
     if factors is None or bool((factors == 1).all()):
         return tensors["W_dec"]
     if not config.finetuning_scaling_factor:
         raise DictionaryError(
-            f"{place} has a scaling_factor other than 1 that its cfg.json does not mention "
-            "(finetuning_scaling_factor); correct one of them"
+            f"{place} has a tensor scaling_factor other than 1, but its cfg.json does not state "
+            "finetuning_scaling_factor: true; correct one of the two files"
         )
     return tensors["W_dec"] * factors[:, None]
 
 
 def _row_norms(W_dec: Tensor) -> Tensor:
-    """Norms of decoder rows [feature], float32; rows are converted block by block."""
+    """Norms of the decoder rows [feature], float32, at least 1e-8."""
+    # Converted block by block, so that no float32 copy of the whole decoder is made.
     import torch
 
     # The clamp avoids a division by 0 for features that write nothing.

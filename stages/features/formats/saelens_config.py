@@ -59,13 +59,13 @@ class SaeLensConfig:
     normalize_activations: str
     """Scaling of the input: "none", "expected_average_only_in", "constant_norm_rescale" or "layer_norm"."""
     reshape_activations: str
-    """"hook_z" if heads are put side by side, else "none"."""
+    """"hook_z" if the heads' outputs are concatenated, else "none"."""
     rescale_acts_by_decoder_norm: bool
     """Whether pre-activations are multiplied by the norms of decoder rows, and rows divided by them."""
     finetuning_scaling_factor: bool
     """Whether the file has factors of decoder rows from fine-tuning."""
     k: int
-    """Number of active features; 0 for architectures without it."""
+    """Number of active features of TopK architectures; 0 for others."""
     hook_name: str | None
     """Name of the hook point that is read; None if not stated."""
     hook_name_out: str | None
@@ -75,7 +75,7 @@ class SaeLensConfig:
     model_name: str | None
     """Name of the model; None if not stated."""
     processing: frozenset[str]
-    """Processing of the model's weights in training: "fold_ln", "fold_value_biases"."""
+    """How the model's weights were processed before training: "fold_ln", "fold_value_biases", or both."""
 
     @property
     def is_transcoder(self) -> bool:
@@ -84,16 +84,16 @@ class SaeLensConfig:
 
     @property
     def activation(self) -> str:
-        """ "relu", "jumprelu", "topk", "abstopk" or "gated"."""
+        """Activation function: "relu", "jumprelu", "topk", "abstopk" or "gated"."""
         return ARCHITECTURES[self.architecture][1]
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any], place: Path) -> SaeLensConfig:
-        """Parse a cfg.json of any version.
+        """Interpret the cfg.json of any SAELens version.
 
         Arguments:
-            fields: Its fields.
-            place: Its path, for messages.
+            fields: Contents of the file.
+            place: Path of the file, for messages.
 
         Raises:
             DictionaryError: An architecture or setting is not supported, or a size is missing.
@@ -101,18 +101,18 @@ class SaeLensConfig:
         config = _modern(fields, place)
         metadata = config["metadata"]
         architecture = str(config.get("architecture", "standard"))
-        _one_of("architecture", architecture, ARCHITECTURES, place)
+        _require_one_of("architecture", architecture, ARCHITECTURES, place)
         processing = metadata.get("model_from_pretrained_kwargs") or {}
         if not isinstance(processing, Mapping):
             raise DictionaryError(
-                f"expected model_from_pretrained_kwargs to be names and values in {place}, found "
-                f"{processing!r:.80}"
+                f"expected a JSON object as model_from_pretrained_kwargs in {place}, found {processing!r:.80}"
             )
         apply_fields("saelens model", processing, place)
         if metadata.get("hook_head_index") is not None:
             raise DictionaryError(
-                f"{place} is about head {metadata['hook_head_index']} of {metadata.get('hook_name')} alone; "
-                "dictionaries of single heads cannot be read"
+                f"the dictionary of {place} reads only head {metadata['hook_head_index']} of "
+                f"{metadata.get('hook_name')}; dictionaries of single heads cannot be read, use one of all "
+                "heads"
             )
         d_in = to_whole(config.get("d_in"), "d_in", place)
         is_transcoder = ARCHITECTURES[architecture][0]
@@ -137,10 +137,10 @@ class SaeLensConfig:
 
 
 def _modern(fields: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    """Convert fields to version 6, after checking that every field is supported."""
+    """Contents of a cfg.json in the form of SAELens 6; DictionaryError if an entry is not supported."""
     metadata = fields.get("metadata") or fields.get("meta") or {}
     if not isinstance(metadata, Mapping):
-        raise DictionaryError(f"expected metadata to be names and values in {place}, found {metadata!r:.80}")
+        raise DictionaryError(f"expected a JSON object as metadata in {place}, found {metadata!r:.80}")
     version = str(fields.get("sae_lens_version") or metadata.get("sae_lens_version") or "")
     config = {_RENAMED.get(name, name): value for name, value in fields.items()}
     flat = {name: value for name, value in config.items() if name in FIELDS["saelens metadata"]}
@@ -155,7 +155,7 @@ def _modern(fields: Mapping[str, Any], place: Path) -> dict[str, Any]:
             config["reshape_activations"] = "hook_z"
     else:
         config["metadata"] = metadata
-    # Old versions have a flag, whose True means one factor for all inputs.
+    # Old versions have True or False here; True means that one factor scales all inputs.
     if isinstance(config.get("normalize_activations"), bool):
         config["normalize_activations"] = (
             "expected_average_only_in" if config["normalize_activations"] else "none"
@@ -166,42 +166,46 @@ def _modern(fields: Mapping[str, Any], place: Path) -> dict[str, Any]:
 
 
 def _read_activation(config: dict[str, Any], place: Path) -> None:
-    """Set architecture and k before version 6, where the activation function states TopK."""
+    """Set `architecture` and `k` of a cfg.json from before version 6, where `activation_fn` states TopK."""
     name, arguments = config.get("activation_fn") or "relu", config.get("activation_fn_kwargs") or {}
     architecture = config.get("architecture") or "standard"
     expected = {"k"} if "topk" in (name, architecture) else set()
     if not isinstance(arguments, Mapping) or arguments.keys() - expected:
         raise DictionaryError(
-            f"expected activation_fn_kwargs of {name} to hold {'k' if expected else 'nothing'} in {place}, "
-            f"found {arguments!r:.80}; take another dictionary"
+            f"expected activation_fn_kwargs in {place} to hold {'only k' if expected else 'nothing'} for the "
+            f"activation function {name}, found {arguments!r:.80}; use another dictionary"
         )
     if name == "topk":
-        _one_of("architecture", architecture, ("standard", "topk"), place)
+        _require_one_of("architecture", architecture, ("standard", "topk"), place)
         config["architecture"] = "topk"
     if config.get("architecture") == "topk":
         config["k"] = arguments.get("k")
 
 
 def _layer(metadata: Mapping[str, Any], place: Path) -> int | None:
-    """The layer in hook_layer or the hook point's name, else None; DictionaryError if they differ."""
+    """Layer that hook_layer or the hook point's name states; None if neither does.
+
+    DictionaryError if both do and differ.
+    """
     for name in ("hook_name", "hook_name_out", "model_name"):
         if not isinstance(metadata.get(name), str | None):
-            raise DictionaryError(f"expected {name} to be a text in {place}, found {metadata[name]!r:.80}")
+            raise DictionaryError(f"expected a text as {name} in {place}, found {metadata[name]!r:.80}")
     named, layer = layer_in(metadata.get("hook_name")), metadata.get("hook_layer")
     if layer is None:
         return named
     if type(layer) is not int or (named is not None and layer != named):
         raise DictionaryError(
-            f"expected hook_layer to be the layer of {metadata.get('hook_name')!r} in {place}, found "
-            f"{layer!r}; correct one of them"
+            f"expected hook_layer in {place} to be the layer of hook_name, {metadata.get('hook_name')!r}, "
+            f"found {layer!r}; correct one of the two entries"
         )
     return layer
 
 
-def _one_of(field: str, value: Any, supported: Any, place: Path) -> None:
+def _require_one_of(field: str, value: Any, supported: Any, place: Path) -> None:
+    """Raise DictionaryError if a field of cfg.json has a value that is not supported."""
     if value not in supported:
         near = nearest(str(value), supported)
-        hint = f"; nearest is {near!r}" if near else ""
+        hint = f"; did you mean {near!r}?" if near else ""
         raise DictionaryError(
-            f"expected {field} to be one of {', '.join(supported)} in {place}, found {value!r}{hint}"
+            f"expected {field} in {place} to be one of {', '.join(supported)}, found {value!r}{hint}"
         )

@@ -1,4 +1,4 @@
-"""Single-layer dictionaries, and joining them to a multi-layer dictionary.
+"""Dictionaries of single layers, and joining them to one dictionary of several layers.
 
 Most formats store each layer separately: a folder, or a file, with its own sizes and hook points. A format
 describes each of them as `OneLayer`; `join` makes one dictionary of them after checking that they agree.
@@ -36,17 +36,17 @@ __all__ = [
 ]
 
 _SHOWN = 6
-"""Number of files listed in a message."""
+"""Largest number of files that a message lists."""
 
 
 @dataclass(frozen=True)
 class StatedHooks:
-    """Hook points of one layer's dictionary as its files state them."""
+    """Layer and hook points of one layer's dictionary, as its files state them."""
 
     layer: int | None = None
     """Layer number; None if the files omit it."""
     read: str | NamedHook | None = None
-    """Hook point that features read, None if not stated. A name is parsed only if the caller gives none."""
+    """Hook point that features read, or its name; None if not stated."""
     write: str | NamedHook | None = None
     """Hook point that features write to; None: the same as `read`."""
 
@@ -57,21 +57,21 @@ class LayerHooks(NamedTuple):
     layer: int
     """Layer that the features read."""
     read: str
-    """Kind of the hook point that they read."""
+    """Kind of the hook point that they read, such as "resid_mid"."""
     write: str
     """Kind of the hook point that they write to."""
     modules: tuple[NamedHook, ...] = ()
-    """Hook points that stand for modules of transformers, as in `DictionaryLayout`."""
+    """Those of the two hook points that the files name by a module of transformers."""
 
 
 @dataclass(frozen=True)
 class OneLayer:
-    """The dictionary of one layer; weights are not open."""
+    """Description of the dictionary of one layer, made without reading its weights."""
 
     where: str
-    """Its folder or file within the files, for messages."""
+    """Name of its folder or file, for messages."""
     hooks: LayerHooks
-    """Its layer and hook kinds."""
+    """Layer, and kinds of the hook points read and written."""
     n_features: int
     """Number of features."""
     d_in: int
@@ -81,11 +81,11 @@ class OneLayer:
     files: tuple[str, ...]
     """Names of its files."""
     open: Callable[[], LayerFeatures]
-    """Returns its features with memory-mapped weights."""
+    """Function that returns the features with memory-mapped weights."""
     model_name: str | None = None
     """Name of the model in its configuration; None if not stated."""
     has_skip: bool = False
-    """Whether there is a linear skip from input to output."""
+    """Whether there is a linear skip connection from input to output."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Entries of its configuration that change numbers, as plain values."""
 
@@ -102,18 +102,18 @@ class OneLayer:
 
 @dataclass(frozen=True)
 class LayerByLayer:
-    """A format that stores every layer separately; modules of formats export its methods."""
+    """A file format that stores every layer separately, from two functions of its own."""
 
     name: str
     """Name of the format."""
     names_of: Callable[[DictionaryFiles], Sequence[str]]
-    """Lists the file names that represent one layer each."""
+    """Function that lists the file names which stand for one layer each; empty for another format."""
     part: Callable[..., OneLayer]
-    """Describes one of them: (files, name, read, write) -> OneLayer. read and write: hook points given by the
-    caller in place of those in the files, or None."""
+    """Function (files, name, read, write) that describes the layer of one of these names. `read` and `write`
+    are hook points that replace those in the files, or None."""
 
     def recognises(self, files: DictionaryFiles) -> bool:
-        """Whether a folder holds files of this format."""
+        """Whether the files of a dictionary are of this format."""
         return bool(self.names_of(files))
 
     def read(
@@ -123,12 +123,12 @@ class LayerByLayer:
         read: str | None = None,
         write: str | None = None,
     ) -> Opened:
-        """Read all layers and join them.
+        """Layout of the dictionary of all layers.
 
         Arguments:
             files: Files of the dictionary.
-            read: Hook point that features read, in place of that in the files; None for that in the files.
-            write: Hook point that features write to, likewise.
+            read: Hook point that features read; None: the one that the files name.
+            write: Hook point that features write to; None: the one that the files name.
 
         Raises:
             DictionaryError: A layer occurs twice, or layers differ in size or hook points.
@@ -138,7 +138,7 @@ class LayerByLayer:
 
 
 def files_named(files: DictionaryFiles, file_name: str) -> list[str]:
-    """Paths of the files with this name, in any folder."""
+    """Paths of a dictionary's files that are called `file_name`, in any folder."""
     return [name for name in files.listing if name.rpartition("/")[2] == file_name]
 
 
@@ -156,16 +156,18 @@ def config_beside(files: DictionaryFiles, name: str, config: str) -> tuple[Path,
     folder, slash, _ = name.rpartition("/")
     beside = f"{folder}{slash}{config}"
     if beside not in files.listing:
-        raise DictionaryError(f"expected {config} beside {files.path(name)}, found none; fetch it again")
+        raise DictionaryError(
+            f"expected {config} beside {files.path(name)}, found none; fetch the dictionary again"
+        )
     return files.path(beside), files.json(beside)
 
 
 def files_beside(files: DictionaryFiles, mates: Mapping[str, str]) -> list[str]:
-    """Paths of files with a partner in the same folder.
+    """Paths of the files that have another file, their partner, in the same folder.
 
     Arguments:
         files: Files of the dictionary.
-        mates: Name of the file -> name of its partner.
+        mates: Names of files and of their partners, relative to the folder.
     """
     listing, paths = set(files.listing), []
     for name in files.listing:
@@ -176,20 +178,20 @@ def files_beside(files: DictionaryFiles, mates: Mapping[str, str]) -> list[str]:
 
 
 def join(files: DictionaryFiles, name: str, parts: Iterable[OneLayer], *, zero_positions: int = 1) -> Opened:
-    """One dictionary of all layers.
+    """Layout of one dictionary made of the dictionaries of single layers.
 
     Arguments:
-        files: Their files.
+        files: Files of all layers.
         name: Name of the format.
-        parts: The layers' dictionaries.
-        zero_positions: As in `DictionaryLayout`.
+        parts: The dictionaries of single layers, in any order.
+        zero_positions: Number of positions at the start of a prompt that training left out.
 
     Raises:
         DictionaryError: Two are of the same layer, or they differ in size or hook points.
     """
     # By folder within a layer: the message about duplicates is the same on every file system.
     ordered = sorted(parts, key=lambda part: (part.layer, part.where))
-    _require_one_each(files, ordered)
+    _refuse_several_per_layer(files, ordered)
     reference = ordered[0]
     for part in ordered[1:]:
         for attribute in ("read", "write", "n_features", "d_in", "d_out"):
@@ -199,8 +201,9 @@ def join(files: DictionaryFiles, name: str, parts: Iterable[OneLayer], *, zero_p
             )
             if expected != actual:
                 raise DictionaryError(
-                    f"expected dictionaries of one kind in {files.directory}, found {attribute} "
-                    f"{expected!r} in {reference.where} and {actual!r} in {part.where}; open one of them"
+                    f"expected dictionaries of equal {attribute} for all layers in {files.directory}, found "
+                    f"{expected!r} in {reference.where} and {actual!r} in {part.where}; open one of these "
+                    "folders alone"
                 )
     by_layer = {part.layer: part for part in ordered}
     layout = DictionaryLayout(
@@ -225,8 +228,8 @@ def join(files: DictionaryFiles, name: str, parts: Iterable[OneLayer], *, zero_p
     return Opened(files, layout, lambda layer: by_layer[layer].open())
 
 
-def _require_one_each(files: DictionaryFiles, parts: Sequence[OneLayer]) -> None:
-    """Raise DictionaryError if two parts are of the same layer."""
+def _refuse_several_per_layer(files: DictionaryFiles, parts: Sequence[OneLayer]) -> None:
+    """Raise DictionaryError if two of the single-layer dictionaries are of the same layer."""
     for layer in {part.layer for part in parts}:
         duplicates = [part.where for part in parts if part.layer == layer]
         if len(duplicates) > 1:
@@ -240,33 +243,33 @@ def _require_one_each(files: DictionaryFiles, parts: Sequence[OneLayer]) -> None
 def layer_hooks(
     files: DictionaryFiles, stated: StatedHooks, read: str | None, write: str | None
 ) -> LayerHooks:
-    """Layer and hook kinds of a single-layer dictionary; names given by the caller override names in the
-    files.
+    """Layer and hook points of a single-layer dictionary, from its files and from the user.
 
-    An autoencoder whose read hook the caller overrides also writes to that hook.
+    If the user names the hook point that an autoencoder reads, it also writes to that one.
 
     Arguments:
-        files: Its files, for messages.
-        stated: Layer and hook names in the files.
-        read: Hook name given by the caller, or None.
-        write: Hook name given by the caller, or None.
+        files: Files of the dictionary, for messages.
+        stated: Layer and hook points that the files state.
+        read: Hook point that replaces the one read in the files, or None.
+        write: Hook point that replaces the one written in the files, or None.
 
     Raises:
         DictionaryError: Neither caller nor files give the hook point to read, or its layer.
     """
-    reads = _named(read or stated.read)
+    reads = _parsed(read or stated.read)
     if reads is None:
         raise DictionaryError(
-            f"expected files that say where these features read, found none that do in {files.directory}; "
-            f"{HOOKS_ADVICE}"
+            f"expected the name of the hook point that the features in {files.directory} read, found none in "
+            f"its files; {HOOKS_ADVICE}"
         )
     is_autoencoder = stated.write is None or stated.write == stated.read
-    writes = _named(write or (None if read and is_autoencoder else stated.write)) or reads
+    writes = _parsed(write or (None if read and is_autoencoder else stated.write)) or reads
     layer = stated.layer if stated.layer is not None else reads.layer
     if layer is None:
         if BY_NAME[reads.kind].per_layer:
             raise DictionaryError(
-                f"expected the layer of these features in {files.directory}, found none; {HOOKS_ADVICE}"
+                f"expected the layer that the features in {files.directory} read, found none in its files; "
+                f"{HOOKS_ADVICE}"
             )
         # Hook points outside the blocks (the embedding) count as layer 0.
         layer = 0
@@ -275,6 +278,6 @@ def layer_hooks(
     return LayerHooks(layer, reads.kind, writes.kind, modules)
 
 
-def _named(name: str | NamedHook | None) -> NamedHook | None:
-    """Hook point of a name, if it is one."""
+def _parsed(name: str | NamedHook | None) -> NamedHook | None:
+    """Hook point that a name refers to; anything but a text is returned as it is."""
     return parse_hook(name) if isinstance(name, str) else name

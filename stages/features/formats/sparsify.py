@@ -30,17 +30,17 @@ _NUMBERED = re.compile(r"(?:\w+\.)*?(?:layers|h)[._](\d{1,9})(?:\..+)?")
 
 
 def part(files: DictionaryFiles, name: str, read: str | None, write: str | None) -> OneLayer:
-    """The dictionary of one folder; arguments as `LayerByLayer.part`. name: its weight file."""
+    """The dictionary in one folder; see `LayerByLayer.part`. `name` is the folder's sae.safetensors."""
     folder = name.rpartition("/")[0]
-    place, config = config_beside(files, name, CFG_JSON)
-    apply_fields("sparsify", config, place)
+    config_path, config = config_beside(files, name, CFG_JSON)
+    apply_fields("sparsify", config, config_path)
     # The module's name states the hook point: "layers.12.mlp".
     module = folder.rpartition("/")[2] or files.directory.name
     is_transcoder = bool(config.get("transcode", False))
     hooks = layer_hooks(files, _stated_hooks(module, is_transcoder), read, write)
     layer = hooks.layer
     # A missing entry has sparsify's default.
-    k, activation = to_whole(config.get("k", 32), "k", place), config.get("activation", "topk")
+    k, activation = to_whole(config.get("k", 32), "k", config_path), config.get("activation", "topk")
     size, d_in = require_shapes(files, name, {"encoder.weight": (None, None)})["encoder.weight"]
     d_out = require_shapes(files, name, {"W_dec": (size, None)})["W_dec"][1]
     expected = {"encoder.bias": (size,), "b_dec": (d_out,)}
@@ -49,7 +49,10 @@ def part(files: DictionaryFiles, name: str, read: str | None, write: str | None)
     shapes = require_shapes(files, name, {**expected, **(skip if has_skip else {})}, skip)
     apply_fields("sparsify tensors", shapes, files.path(name))
     if activation == "groupmax" and size % k:
-        raise DictionaryError(f"expected k to divide the {size} features of {place}, found k {k}")
+        raise DictionaryError(
+            f"expected k to divide the number of features, {size}, in {config_path}, as groupmax needs equal "
+            f"groups, found k {k}; correct k"
+        )
 
     def open_layer() -> LayerFeatures:
         from ..layers.activations import GroupMax, TopK
@@ -85,7 +88,7 @@ recognises, read = FORMAT.recognises, FORMAT.read
 
 
 def _stated_hooks(module: str, is_transcoder: bool) -> StatedHooks:
-    """Layer and hook points of a module's input and output."""
+    """Hook points that the name of a folder ("layers.12.mlp") stands for; unknown ones are None."""
     if module == "embed_tokens":
         return StatedHooks(0, "embed")
     numbered = _NUMBERED.fullmatch(module)

@@ -18,7 +18,7 @@ from ..layers.names import hook_name, parse_hook
 
 __all__ = ["FORMATS", "open_files"]
 
-# Format -> the module that reads it, and what its files look like.
+# Name of a format -> (module that reads it, description of its files for messages).
 FORMATS = {
     "listed": (".listed", "config.yaml with a list of transcoders"),
     "clt": (".clt", "W_enc_{layer}.safetensors and W_dec_{layer}.safetensors"),
@@ -32,7 +32,7 @@ FORMATS = {
     "crosscoder": (".crosscoder", "config.json of a crosscoder and model.safetensors"),
 }
 _LISTED = 6
-"""Number of files listed in a message."""
+"""Largest number of files that a message lists."""
 
 
 def open_files(
@@ -41,40 +41,41 @@ def open_files(
     read: str | None = None,
     write: str | None = None,
 ) -> Opened:
-    """Detect the format of a dictionary's files and read their layout.
+    """Detect the format of a dictionary's files, and read its layout without its weights.
 
     Arguments:
         files: Files of the dictionary.
-        read: Hook point that features read, in place of that in the files; None for that in the files.
-        write: Hook point that features write to, likewise.
+        read: Hook point that features read; None: the one that the files name.
+        write: Hook point that features write to; None: the one that the files name.
 
     Raises:
         DictionaryError: No format recognises the files; the message lists them.
     """
-    for module, _ in FORMATS.values():
+    for module_name, _ in FORMATS.values():
         # Imported when it is tried, so that planning with one format does not load the others.
-        module_of_format: Any = importlib.import_module(module, __package__)
-        if module_of_format.recognises(files):
-            opened: Opened = module_of_format.read(files, read=read, write=write)
-            _require_layer(opened, read, write)
+        format_module: Any = importlib.import_module(module_name, __package__)
+        if format_module.recognises(files):
+            opened: Opened = format_module.read(files, read=read, write=write)
+            _refuse_other_layer(opened, read, write)
             return opened
     shown_files = files.listing[:_LISTED]
     more = f" and {len(files.listing) - _LISTED} more" if len(files.listing) > _LISTED else ""
     expected = "; ".join(f"{name}: {looks}" for name, (_, looks) in FORMATS.items())
     raise DictionaryError(
         f"no known layout of transcoders or autoencoders in {files.directory}: found "
-        f"{', '.join(shown_files) or 'no files'}{more}; expected one of {expected}"
+        f"{', '.join(shown_files) or 'no files'}{more}; expected the files of one of these formats: "
+        f"{expected}"
     )
 
 
-def _require_layer(opened: Opened, read: str | None, write: str | None) -> None:
-    """Raise DictionaryError if the caller names another layer than the files."""
+def _refuse_other_layer(opened: Opened, read: str | None, write: str | None) -> None:
+    """Raise DictionaryError if `read` or `write` names another layer than the files state."""
     for argument, name in (("read", read), ("write", write)):
         layer = parse_hook(name).layer if name else None
         # A layer in the name is for files that do not state theirs; it cannot move features.
         if layer is not None and opened.layout.layers != (layer,):
             raise DictionaryError(
-                f"expected {argument}= at {layers_text(opened.layout.layers)}, as the files in "
-                f"{opened.files.directory} say, found {name!r}; leave the layer out, for example "
+                f"expected a hook point of {layers_text(opened.layout.layers)} as {argument}=, because the "
+                f"files in {opened.files.directory} state that layer, found {name!r}; leave the layer out: "
                 f"{argument}={hook_name(parse_hook(str(name)).kind)!r}"
             )

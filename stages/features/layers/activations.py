@@ -24,11 +24,11 @@ __all__ = ["AbsTopK", "Activation", "Gated", "GroupMax", "JumpReLU", "ReLU", "To
 
 
 class Activation(Protocol):
-    """Protocol of an activation function of features."""
+    """Function from pre-activations to sparse activations, applied to all features or a range of them."""
 
     @property
     def per_row(self) -> bool:
-        """Whether features of a row compete, so that they must be computed together."""
+        """Whether an activation depends on the other features of its row, as in TopK."""
         ...
 
     def __call__(self, pre: Tensor, features: slice = slice(None)) -> Tensor:
@@ -43,7 +43,7 @@ class Activation(Protocol):
 
 @dataclass(frozen=True)
 class ReLU:
-    """max(p, 0)."""
+    """max(p, 0) of each pre-activation p."""
 
     per_row = False
 
@@ -54,12 +54,12 @@ class ReLU:
 
 @dataclass(frozen=True, eq=False)
 class JumpReLU:
-    """p where p > threshold, else 0."""
+    """Each pre-activation p where p > threshold, else 0."""
 
     threshold: Tensor
     """Threshold [feature], or one number for all features."""
     rectified: bool = False
-    """Whether negative values become 0 (SAELens); they occur only with negative thresholds."""
+    """Whether negative activations become 0, as in SAELens; only negative thresholds give any."""
 
     per_row = False
 
@@ -72,12 +72,12 @@ class JumpReLU:
 
 @dataclass(frozen=True)
 class TopK:
-    """The k largest values of each row, 0 elsewhere; all values if there are at most k."""
+    """The k largest pre-activations of each row, 0 elsewhere."""
 
     k: int
     """Number of values that are kept."""
     rectified: bool = True
-    """Whether negative values among them become 0 (SAELens, sparsify); circuit-tracer keeps them."""
+    """Whether negative values among the k become 0 (SAELens, sparsify); circuit-tracer keeps them."""
 
     per_row = True
 
@@ -89,7 +89,7 @@ class TopK:
 
 @dataclass(frozen=True)
 class AbsTopK:
-    """The k values of largest magnitude of each row, with their signs, 0 elsewhere (SAELens)."""
+    """The k pre-activations of largest magnitude in each row, with their signs, 0 elsewhere (SAELens)."""
 
     k: int
     """Number of values that are kept."""
@@ -103,7 +103,7 @@ class AbsTopK:
 
 @dataclass(frozen=True)
 class GroupMax:
-    """The largest value of each of k equal groups of consecutive features, rectified; 0 elsewhere."""
+    """ReLU of the largest pre-activation in each of k equal groups of consecutive features, 0 elsewhere."""
 
     k: int
     """Number of groups."""
@@ -119,14 +119,17 @@ class GroupMax:
 
 @dataclass(frozen=True, eq=False)
 class Gated:
-    """(z + b_gate > 0) * relu(z * exp(r_mag) + b_mag) of z = x W_enc'; all three [feature]."""
+    """Gated: (z + b_gate > 0) * relu(z * exp(r_mag) + b_mag), where z is the pre-activation x W_enc'.
+
+    The three parameters have shape [feature].
+    """
 
     b_gate: Tensor
-    """Bias of the gate."""
+    """Bias of the gate, which decides whether a feature is active."""
     b_mag: Tensor
-    """Bias of the magnitude."""
+    """Bias of the magnitude, which is the value of an active feature."""
     r_mag: Tensor
-    """Logarithm of the magnitude's encoder, relative to the gate's."""
+    """Logarithm of the factor between the encoder rows of the magnitude and those of the gate."""
 
     per_row = False
 
@@ -151,7 +154,7 @@ def to_device(activation: Activation, device: torch.device | str) -> Activation:
 
 
 def _largest(values: Tensor, k: int) -> Tensor:
-    """Mask of the k largest values of the last axis; ties go to low indices.
+    """Boolean mask of the k largest values along the last axis; low indices win ties.
 
     `torch.topk` leaves open which of several equal values it returns.
     """
@@ -162,11 +165,11 @@ def _largest(values: Tensor, k: int) -> Tensor:
     if k <= 0:
         return torch.zeros_like(values, dtype=torch.bool)
     # Only the k-th largest value is taken from topk, which does not depend on the order of ties.
-    least = values.topk(k, dim=-1).values[..., -1:]
-    above = values > least
-    level = values == least
-    room = k - above.sum(-1, keepdim=True)
+    kth_largest = values.topk(k, dim=-1).values[..., -1:]
+    is_larger = values > kth_largest
+    is_tied = values == kth_largest
+    n_ties_wanted = k - is_larger.sum(-1, keepdim=True)
     # Usually there are no ties, and the cumulative sum over all features is saved.
-    if bool((level.sum(-1, keepdim=True) <= room).all()):
-        return above | level
-    return above | (level & (level.cumsum(-1) <= room))
+    if bool((is_tied.sum(-1, keepdim=True) <= n_ties_wanted).all()):
+        return is_larger | is_tied
+    return is_larger | (is_tied & (is_tied.cumsum(-1) <= n_ties_wanted))

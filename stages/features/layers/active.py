@@ -16,40 +16,40 @@ __all__ = ["Active"]
 
 @dataclass(frozen=True, eq=False)
 class Active:
-    """Active features, sorted by layer, position, feature; all tensors [n]."""
+    """Features with nonzero activation in one prompt, sorted by layer, position, feature; all tensors [n]."""
 
     layer: Tensor
-    """Layer of each feature, int64."""
+    """Layer that the feature reads, int64."""
     position: Tensor
-    """Token position, int64."""
+    """Position of the token in the prompt, int64."""
     feature: Tensor
-    """Index within the layer, int64."""
+    """Index of the feature within its layer, int64."""
     value: Tensor
-    """Activation, in the dtype of the arithmetic."""
+    """Activation of the feature at this position, float32 or (from float64 states) float64."""
 
     def __len__(self) -> int:
         return len(self.value)
 
     @property
     def indices(self) -> Tensor:
-        """Layer, position and feature, int64 [n, 3]."""
+        """Columns layer, position and feature of every active feature, int64 [n, 3]."""
         import torch
 
         return torch.stack([self.layer, self.position, self.feature], dim=1)
 
     def top(self, k: int) -> Active:
-        """The k strongest features of every layer and position, sorted as before; ties go to low indices."""
+        """The k largest activations at each layer and position, in the same order; low indices win ties."""
         import torch
 
         if not len(self):
             return self
-        # Two stable sorts: by value, then by group; ties keep ascending feature indices.
-        # Integer that identifies the layer and position of each active feature, ascending.
+        # One ascending integer per layer and position.
         group = self.layer * (self.position.max() + 1) + self.position
+        # Two stable sorts, by value and then by group, so that ties keep ascending feature indices.
         order = torch.argsort(self.value, descending=True, stable=True)
         order = order[torch.argsort(group[order], stable=True)]
-        rank = torch.arange(len(self), device=group.device) - torch.searchsorted(group, group[order])
-        selected = order[rank < k].sort().values
+        rank_in_group = torch.arange(len(self), device=group.device) - torch.searchsorted(group, group[order])
+        selected = order[rank_in_group < k].sort().values
         return Active(
             self.layer[selected], self.position[selected], self.feature[selected], self.value[selected]
         )

@@ -38,38 +38,38 @@ if TYPE_CHECKING:
 __all__ = ["DictionaryFiles", "DictionaryReference", "is_shipped", "parse_reference", "resolve"]
 
 _READ = (".safetensors", ".npz", ".pt", ".json", ".yaml")
-"""Endings of files that some format reads."""
+"""Endings of the names of files that some dictionary format reads."""
 CONFIG_YAML, CFG_JSON = "config.yaml", "cfg.json"
 SPECIMEN_FOLDER = Path(__file__).parents[1] / SPECIMEN
 
 
 @dataclass(frozen=True)
 class DictionaryFiles:
-    """The files of one dictionary."""
+    """Where the files of one dictionary are, with readers for them."""
 
     name: str
-    """Reference that the user gave; no key contains it."""
+    """Name under which the user opened the dictionary; excluded from keys."""
     directory: Path
-    """Folder of the files."""
+    """Folder that holds the files."""
     revision: str | None = None
     """Commit of a hub snapshot; None for a local directory."""
     links: Mapping[str, Path] = field(default_factory=dict)
-    """Paths of files outside of the folder that a configuration refers to, by the name used here."""
+    """Paths of files outside of `directory` that its config.yaml lists, by the names used for them here."""
 
     @cached_property
     def pinned(self) -> PinnedFiles:
-        """The files that were read so far, which must not change."""
+        """The files that were read so far; its `check` raises SourceChanged if one of them changed since."""
         return PinnedFiles(
             f"the dictionary {self.name}", "it was replaced or edited meanwhile; open it again"
         )
 
     def path(self, name: str) -> Path:
-        """Path of a file about to be read, `links` first; the file may not exist."""
+        """Path of a file by its name in `links` or `directory`, noted in `pinned`; the file may not exist."""
         return self.pinned.note(self.links.get(name, self.directory / name))
 
     @cached_property
     def listing(self) -> tuple[str, ...]:
-        """Relative paths of all files, sorted."""
+        """Relative paths of all files below `directory`, sorted; DictionaryError if a download is broken."""
         paths = [
             path
             for path in self.directory.rglob("*")
@@ -84,7 +84,7 @@ class DictionaryFiles:
 
     @cached_property
     def yaml(self) -> dict[str, Any]:
-        """config.yaml, parsed; empty if there is none. DictionaryError if it is not a mapping."""
+        """Contents of config.yaml; empty if there is no such file. DictionaryError if it is not a mapping."""
         if CONFIG_YAML not in self.listing:
             return {}
         import yaml
@@ -94,25 +94,28 @@ class DictionaryFiles:
             parsed = bounded_depth(yaml.safe_load(data.decode()), len(data))
         except RecursionError:
             raise DictionaryError(
-                f"expected YAML in {self.directory / CONFIG_YAML}, found values nested too deeply"
+                f"expected YAML in {self.directory / CONFIG_YAML}, found values nested too deeply; correct "
+                "the file"
             ) from None
         except (yaml.YAMLError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise DictionaryError(
-                f"expected YAML in {self.directory / CONFIG_YAML}, found {reason}"
+                f"expected YAML in {self.directory / CONFIG_YAML}, found {reason}; correct the file or fetch "
+                "it again"
             ) from error
         if not isinstance(parsed, dict):
             raise DictionaryError(
-                f"expected names and values in {self.directory / CONFIG_YAML}, found {type(parsed).__name__}"
+                f"expected a mapping (lines 'name: value') in {self.directory / CONFIG_YAML}, found "
+                f"{type(parsed).__name__}; correct the file or fetch it again"
             )
         return parsed
 
     def json(self, name: str) -> dict[str, Any]:
-        """A JSON file, parsed. DictionaryError if it is not an object."""
+        """Contents of a JSON file by its name; DictionaryError if it is not a JSON object."""
         return json_object(self.path(name), DictionaryError)
 
     def shapes(self, name: str) -> dict[str, tuple[int, ...]]:
-        """Shape of each tensor of a safetensors file, from its header.
+        """Shape of each tensor of a safetensors file by tensor name, from the file's header.
 
         Raises:
             WeightsError: The file is incomplete.
@@ -122,13 +125,13 @@ class DictionaryFiles:
         for tensor, entry in header.items():
             if entry["dtype"] not in FLOATS and len(entry["shape"]) > 1:
                 raise DictionaryError(
-                    f"expected {tensor!r} in {self.path(name)} as one of {', '.join(FLOATS)}, found "
-                    f"{entry['dtype']}"
+                    f"expected the tensor {tensor!r} in {self.path(name)} to have a dtype among "
+                    f"{', '.join(FLOATS)}, found {entry['dtype']}; convert it"
                 )
         return {tensor: tuple(entry["shape"]) for tensor, entry in header.items()}
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of a safetensors file, memory-mapped."""
+        """The tensors of a safetensors file by name, memory-mapped."""
         from safetensors import safe_open
 
         # Checks the header before the file is mapped.
@@ -137,7 +140,7 @@ class DictionaryFiles:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
 
     def digest(self, names: Sequence[str]) -> str:
-        """Digest of these files: their names and contents."""
+        """Digest of the names and the contents of some of the files."""
         return digest(
             "dictionary", [[name, weight_digest(self.path(name), self.pinned)] for name in sorted(names)]
         )
@@ -145,14 +148,14 @@ class DictionaryFiles:
 
 @dataclass(frozen=True)
 class DictionaryReference:
-    """A dictionary's name with the hook points that the caller overrides."""
+    """A dictionary's name, with the hook points that replace those named in its files."""
 
     name: str | Path
     """Name such as "specimen/clt", a directory, or "org/repo[/subfolder][@revision]"."""
     read: str | None = None
-    """Hook point that features read; None for that in the files."""
+    """Hook point that features read; None: the one that the files name."""
     write: str | None = None
-    """Hook point that features write to; None for that in the files."""
+    """Hook point that features write to; None: the one that the files name."""
 
     @classmethod
     def parse(
@@ -162,17 +165,18 @@ class DictionaryReference:
 
         Arguments:
             text: The name, with or without hook points.
-            read: Hook point that features read, if the name does not state it.
-            write: Hook point that features write to, likewise.
+            read: Hook point that features read, if `text` does not contain it.
+            write: Hook point that features write to, if `text` does not contain it.
 
         Raises:
-            DictionaryError: There are other fields, or the same hook point is given twice with different
-                values.
+            DictionaryError: There is another field after the "?", or `text` and an argument contradict each
+                other.
         """
         for end, hook in (("read", read), ("write", write)):
             if hook is not None and (not isinstance(hook, str) or not hook):
                 raise DictionaryError(
-                    f"expected {end}= as the name of a hook point, found {hook!r}; write 'hook_resid_mid'"
+                    f"expected {end}= as the name of a hook point, found {hook!r}; write for example "
+                    f"{end}='hook_resid_mid'"
                 )
         name, mark, query = str(text).partition("?")
         # A folder's name may contain a question mark.
@@ -181,13 +185,14 @@ class DictionaryReference:
         hooks = dict(parse_qsl(query, keep_blank_values=True))
         if hooks.keys() - {"read", "write"} or not all(hooks.values()):
             raise DictionaryError(
-                f"expected read=HOOK and write=HOOK after the ? of a dictionary's name, found {query!r}"
+                f"expected read=HOOK or write=HOOK after the ? of the dictionary name {name}, found "
+                f"{query!r}; write for example '{name}?read=hook_resid_mid'"
             )
         for end, argument in (("read", read), ("write", write)):
             if argument and hooks.setdefault(end, argument) != argument:
                 raise DictionaryError(
-                    f"expected one {end}= for {name}, found {hooks[end]!r} in its name and {argument!r} as "
-                    "an argument"
+                    f"expected one hook point as {end}= for the dictionary {name}, found {hooks[end]!r} in "
+                    f"its name and {argument!r} as an argument; leave one of them out"
                 )
         return cls(name, hooks.get("read"), hooks.get("write"))
 
@@ -207,9 +212,10 @@ def _is_folder(name: str | Path) -> bool:
 
 
 def parse_reference(name: str | Path) -> tuple[str, str, str | None]:
-    """(repository, subfolder or "", revision or None) of "org/repo[/subfolder][@revision]".
+    """Split "org/repo[/subfolder][@revision]" into (repository, subfolder or "", revision or None).
 
-    Raises ModelNotFound for anything else.
+    Raises:
+        ModelNotFound: The name has another form.
     """
     text, _, revision = str(name).partition("@")
     parts = [part for part in text.split("/") if part]
@@ -223,7 +229,7 @@ def parse_reference(name: str | Path) -> tuple[str, str, str | None]:
 
 
 def is_shipped(name: str | Path) -> bool:
-    """Whether a name refers to the dictionaries that ship with mizarr."""
+    """Whether a name starts with "specimen/", as those of the dictionaries shipped with mizarr do."""
     return isinstance(name, str) and name.split("/")[0] == SPECIMEN
 
 
@@ -233,22 +239,22 @@ def _shipped_folder(name: str) -> Path:
     if name in folders:
         return folders[name]
     near = nearest(name, folders)
-    hint = f"; nearest is {near!r}" if near else ""
+    hint = f"; did you mean {near!r}?" if near else ""
     raise ModelNotFound(f"expected {', '.join(folders)}, which ship with mizarr, found {name!r}{hint}")
 
 
 def resolve(name: str | Path) -> DictionaryFiles:
-    """The files of a dictionary: shipped ("specimen/clt"), in a directory, or in the hub's cache, tried in
-    this order.
+    """Find the files of a dictionary: shipped ("specimen/clt"), in a directory, or in the hub's local cache.
 
-    Nothing is downloaded.
+    The places are tried in this order. Nothing is downloaded.
 
     Raises:
         ModelNotFound: There are no such files; the message gives the command that fetches them.
     """
     if not str(name) or str(name) == ".":
         raise ModelNotFound(
-            f"expected a directory, or a hub reference such as org/repo, found {str(name)!r}; name one"
+            f"expected a directory, or a hub reference such as org/repo, found {str(name)!r}; name the "
+            "dictionary to open"
         )
     if is_shipped(name):
         return DictionaryFiles(str(name), _shipped_folder(str(name)))
@@ -268,10 +274,10 @@ def resolve(name: str | Path) -> DictionaryFiles:
             path.name.removeprefix("models--").replace("--", "/") for path in hub_cache().glob("models--*")
         ]
         near = nearest(repository, cached)
-        hint = f"; nearest there is {near!r}" if near else ""
+        hint = f"; the most similar name there is {near!r}" if near else ""
         raise ModelNotFound(
-            f"{name} is no directory, and not in the local cache {hub_cache()}{hint}; fetch it: "
-            f"mizarr features fetch {name}"
+            f"the dictionary {name} is neither a directory nor in the local cache {hub_cache()}{hint}; fetch "
+            f"it: mizarr features fetch {name}"
         )
     directory = path_below(snapshot, subfolder, ModelNotFound, "the reference") if subfolder else snapshot
     if not directory.is_dir():

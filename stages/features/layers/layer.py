@@ -29,38 +29,38 @@ if TYPE_CHECKING:
 __all__ = ["LayerFeatures", "layers_text"]
 
 BLOCK_BYTES = 1 << 28
-"""Bytes of encoder rows, and of pre-activations, in memory at a time, in the dtype of the arithmetic."""
+"""Largest size in bytes of the encoder rows, and of the pre-activations, that are in memory at once."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerFeatures:
-    """Encoder, activation function and decoders of the features that read one layer."""
+    """The features that read one layer: their encoder, activation function and decoders."""
 
     layer: int
-    """The layer that is read."""
+    """Layer that the features read."""
     W_enc: Tensor
     """Encoder [feature, d_in]."""
     W_dec: Mapping[int, Tensor]
-    """Decoder [feature, d_out] for each target layer; may be a strided view."""
+    """By layer that is written, the decoder [feature, d_out]; it may be a strided view."""
     activation: Activation
     """Activation function, with its thresholds or gates."""
     b_enc: Tensor | None = None
     """Encoder bias [feature]."""
     b_dec: Tensor | None = None
-    """Bias [d_out] of the output at `layer`."""
+    """Decoder bias [d_out], added to the output at `layer` only."""
     W_skip: Tensor | None = None
-    """Linear part x W_skip' of a skip transcoder, [d_out, d_in]."""
+    """Matrix [d_out, d_in] of the linear skip connection of a skip transcoder, whose output gets W_skip x."""
     scaling: Scaling = field(default_factory=AsIs)
-    """Scaling of input rows, undone in the output."""
+    """Normalisation of each input vector, which is undone in the output."""
     centred: bool = False
-    """Whether b_dec is subtracted from the (scaled) input first."""
+    """Whether b_dec is subtracted from the scaled input before the encoder."""
     gain: float = 1.0
-    """One factor for all inputs: inputs are multiplied by it; outputs, bias included, are divided by it."""
+    """Factor that multiplies every input; outputs, with their bias, are divided by it."""
     unit: Tensor | None = None
-    """Factor of pre-activations, and divisor of decoder rows [feature] (SAELens'
-    rescale_acts_by_decoder_norm)."""
+    """Factor [feature] that multiplies pre-activations and divides decoder rows; None for 1 (the setting
+    rescale_acts_by_decoder_norm of SAELens)."""
     device: torch.device | str = "cpu"
-    """Device of the arithmetic."""
+    """Device that encodes and decodes."""
 
     @property
     def n_features(self) -> int:
@@ -69,7 +69,7 @@ class LayerFeatures:
 
     @property
     def targets(self) -> tuple[int, ...]:
-        """Layers these features write to, ascending."""
+        """Layers that these features write to, ascending."""
         return tuple(sorted(self.W_dec))
 
     def on(self, device: torch.device | str) -> LayerFeatures:
@@ -98,11 +98,17 @@ class LayerFeatures:
             x: Inputs [..., d_in].
             features: Range or indices of the features; all by default.
         """
-        rows = self._prepared(x)
+        rows = self._encoder_input(x)
         return self._products(rows, self.W_enc[features].to(rows), features)
 
     def _products(self, rows: Tensor, encoder: Tensor, features: slice | Tensor) -> Tensor:
-        """Pre-activations of prepared rows, from the encoder rows of these features."""
+        """Pre-activations [row, feature] of scaled inputs.
+
+        Arguments:
+            rows: Inputs as `_encoder_input` returns them.
+            encoder: Encoder rows of `features`, in the dtype of `rows`.
+            features: Range or indices of the features.
+        """
         from ...forward.networks.kernels.products import product
 
         # Not torch.matmul: here a row's result does not depend on the other rows (kernels/products.py).
@@ -120,14 +126,15 @@ class LayerFeatures:
 
     @plain_torch()
     def active(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(row, feature, activation) of all active features for inputs [row, d_in], sorted by row, then
-        feature.
+        """Active features of inputs [row, d_in]: three tensors (row, feature, activation) [n].
 
-        Computed in blocks of rows and features, so that not all pre-activations are in memory at once.
+        They are sorted by row, then feature. They are computed in blocks of rows and features, so that not
+        all
+        pre-activations are in memory at once.
         """
         import torch
 
-        parts = [part for features in self._feature_blocks(x) for part in self._active(x, features)]
+        parts = [part for features in self._feature_blocks(x) for part in self._active_in_block(x, features)]
         row, feature, value = (torch.cat([part[i] for part in parts]) for i in range(3))
         # NaN compares unequal to 0, so it is among the active values.
         if not bool(value.isfinite().all()):
@@ -136,11 +143,13 @@ class LayerFeatures:
         order = torch.argsort(row * self.n_features + feature)
         return row[order], feature[order], value[order]
 
-    def _active(self, x: Tensor, features: slice) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _active_in_block(self, x: Tensor, features: slice) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """As `active` for a range of features, one block of rows after the other."""
         encoder = None
-        step = max(1, BLOCK_BYTES // (max(x.element_size(), 4) * (features.stop - features.start)))
-        for start in range(0, max(len(x), 1), step):
-            rows = self._prepared(x[start : start + step])
+        bytes_per_row = max(x.element_size(), 4) * (features.stop - features.start)
+        block_rows = max(1, BLOCK_BYTES // bytes_per_row)
+        for start in range(0, max(len(x), 1), block_rows):
+            rows = self._encoder_input(x[start : start + block_rows])
             # Converted to the dtype of the rows once, for all blocks of rows.
             encoder = self.W_enc[features].to(rows) if encoder is None else encoder
             values = self.activation(self._products(rows, encoder, features), features)
@@ -148,7 +157,7 @@ class LayerFeatures:
             yield row + start, feature + features.start, values[row, feature]
 
     def _feature_blocks(self, x: Tensor) -> Iterator[slice]:
-        """Ranges of features whose encoder rows fit a block; a single range if features of a row compete."""
+        """Ranges of features whose encoder rows fit in BLOCK_BYTES; one range if features compete (TopK)."""
         step = self.n_features
         # TopK compares all features of a row; ReLU and JumpReLU can be computed feature by feature.
         if not self.activation.per_row:
@@ -160,11 +169,11 @@ class LayerFeatures:
 
     @plain_torch()
     def decode(self, activations: Tensor, target: int | None = None) -> Tensor:
-        """Contribution of features to a layer, without bias: [..., d_out].
+        """Sum of activation times decoder vector over all features, without the bias: [..., d_out].
 
         Arguments:
             activations: Dense activations [..., feature].
-            target: Layer that is written; None for the layer that is read.
+            target: Layer that is written; None for the layer that the features read.
         """
         decoder = self._decoder(self.layer if target is None else target)
         if self.unit is not None:
@@ -174,10 +183,10 @@ class LayerFeatures:
 
     @plain_torch()
     def finish(self, y: Tensor, x: Tensor) -> Tensor:
-        """Output at the layer: the features' contributions with bias, skip and the scale of the input.
+        """Output at the layer [..., d_out]: adds bias and skip connection, undoes the scaling of the input.
 
         Arguments:
-            y: Sum of the features' contributions [..., d_out].
+            y: What the features write to the layer, summed over them [..., d_out].
             x: States that were read at this layer [..., d_in].
         """
         x = self._arithmetic(x)
@@ -187,7 +196,7 @@ class LayerFeatures:
 
     @plain_torch()
     def reconstruct(self, activations: Tensor, x: Tensor) -> Tensor:
-        """Output of a per-layer dictionary, [..., d_out].
+        """Reconstruction of the written state by features that write to their own layer, [..., d_out].
 
         Arguments:
             activations: Dense activations [..., feature], from `encode`.
@@ -197,7 +206,7 @@ class LayerFeatures:
 
     @plain_torch()
     def skip(self, x: Tensor) -> Tensor | float:
-        """The linear part of the output for inputs x [..., d_in]; 0.0 if there is no skip."""
+        """Output [..., d_out] of the linear skip connection for inputs x [..., d_in]; 0.0 without one."""
         x = self._arithmetic(x)
         return 0.0 if self.W_skip is None else x @ self.W_skip.to(x).T
 
@@ -205,7 +214,7 @@ class LayerFeatures:
 
     @plain_torch()
     def encoder_rows(self, features: Any) -> Tensor:
-        """Encoder rows [n, d_in] of some features, float32, with gain and unit applied."""
+        """Encoder rows [n, d_in] of some features (indices or a slice), float32, times `gain` and `unit`."""
         import torch
 
         rows = self.W_enc[features].to(device=self.device, dtype=torch.float32)
@@ -214,11 +223,11 @@ class LayerFeatures:
 
     @plain_torch()
     def decoder_rows(self, features: Any, target: int | None = None) -> Tensor:
-        """Decoder rows [n, d_out] of some features for a layer, float32; only these rows are read.
+        """Decoder vectors [n, d_out] of some features for a layer, float32; only these are read from disk.
 
         Arguments:
-            features: Indices or a slice.
-            target: The layer written to; None for the layer that is read.
+            features: Indices of the features, or a slice.
+            target: Layer that is written; None for the layer that the features read.
 
         Raises:
             DictionaryError: The features do not write to that layer, or rows are not finite.
@@ -230,35 +239,37 @@ class LayerFeatures:
         rows = rows.to(device=self.device, dtype=torch.float32)
         if not bool(rows.isfinite().all()):
             raise DictionaryError(
-                f"the decoder of layer {self.layer} holds numbers that are not finite; fetch it again"
+                f"the decoder of layer {self.layer} holds infinite or NaN numbers; its file is damaged, "
+                "fetch the dictionary again"
             )
         rows = rows if self.gain == 1 else rows / self.gain
         return rows if self.unit is None else rows / self.unit[features].to(rows)[:, None]
 
     # -- helpers
 
-    def _prepared(self, x: Tensor) -> Tensor:
-        """Rows [..., d_in] that the encoder multiplies: scaled, and centred if the dictionary is."""
+    def _encoder_input(self, x: Tensor) -> Tensor:
+        """What the encoder multiplies [..., d_in]: inputs scaled, and less the bias if `centred`."""
         x = self._arithmetic(x)
         if x.shape[-1] != self.W_enc.shape[1]:
             raise DictionaryError(
                 f"expected inputs of width {self.W_enc.shape[1]} for the features of layer {self.layer}, "
-                f"found {x.shape[-1]}; was this dictionary made for another model?"
+                f"found {x.shape[-1]}; give states of the model that the dictionary was trained on"
             )
         rows, _ = self.scaling(x)
         rows = rows * self.gain if self.gain != 1 else rows
         return rows - self.b_dec.to(rows) if self.centred and self.b_dec is not None else rows
 
     def _not_finite(self, x: Tensor, quantity: str) -> DictionaryError:
-        """Error that names the cause of activations that are not finite: the states or the encoder."""
-        source = "the encoder holds" if bool(x.isfinite().all()) else "the states it read hold"
-        return DictionaryError(
-            f"the {quantity} of layer {self.layer} are not finite: {source} numbers that are not; check "
-            "where they come from"
+        """Error for infinite or NaN `quantity` that says whether the states x or the encoder cause them."""
+        cause = (
+            "the encoder holds such numbers, so fetch the dictionary again"
+            if bool(x.isfinite().all())
+            else "the states it read hold such numbers, so check the model's precision (dtype)"
         )
+        return DictionaryError(f"the {quantity} of layer {self.layer} are infinite or NaN: {cause}")
 
     def _arithmetic(self, x: Tensor) -> Tensor:
-        """x as float32, or float64 if it is float64, on the device of the arithmetic."""
+        """x as float32 (float64 stays float64) on the device that encodes and decodes."""
         import torch
 
         # Products in bfloat16 could change which features fire.

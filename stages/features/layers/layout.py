@@ -33,7 +33,7 @@ class FeatureId:
     layer: int
     """Layer that the feature reads."""
     index: int
-    """Index within the layer."""
+    """Index of the feature within its layer, from 0."""
 
     def __post_init__(self) -> None:
         for name in ("layer", "index"):
@@ -56,26 +56,25 @@ class FeatureId:
 
 @dataclass(frozen=True)
 class CrosscoderPlace:
-    """One place where a crosscoder reads and writes: a model and a hook point."""
+    """A model and a hook point in it that a crosscoder reads and writes."""
 
     model: str
     """Name of the model."""
     hook: str
     """Hook point, such as "blocks.3.hook_resid_post"."""
     scale: float
-    """Multiplier that normalises states, so that states have equal size at all places."""
+    """Factor by which training multiplied the states, so that they have equal size at all places."""
 
     def __str__(self) -> str:
         return f"{self.model} {self.hook}"
 
 
 def models_of(places: Iterable[CrosscoderPlace]) -> tuple[int, ...]:
-    """Model number of each place, starting at 0.
+    """Number of the model of each place, from 0 in the order of the places.
 
-    Model names cannot be used, since a model may be compared with itself: a repeated hook point belongs to
-    the next model.
+    Names of models cannot tell, since a model may be compared with itself: a hook point that occurs for the
+    second time belongs to the second model.
     """
-    # The n-th occurrence of a hook point is that of model n.
     previous_hooks: list[str] = []
     numbers = []
     for place in places:
@@ -89,7 +88,7 @@ class DictionaryLayout:
     """Properties of a dictionary, read from headers and configurations without any weights."""
 
     format: str
-    """Name of the file format."""
+    """Name of the file format (formats/table.py)."""
     kind: str
     """One of "clt", "plt", "sae", "crosscoder"."""
     read: str
@@ -97,9 +96,9 @@ class DictionaryLayout:
     write: str
     """Kind of the hook points that features write to."""
     layers: tuple[int, ...]
-    """Layers that features read, ascending; a crosscoder's features belong to its last layer."""
+    """Layers that features read, ascending; for a crosscoder only the last of the layers it reads."""
     targets: Mapping[int, tuple[int, ...]]
-    """Layers that the features of each layer write to; of a crosscoder, those of its first model."""
+    """By layer that is read, the layers that its features write to; for a crosscoder, in its first model."""
     n_features: int
     """Number of features per layer."""
     d_in: int
@@ -111,25 +110,25 @@ class DictionaryLayout:
     model_name: str | None = None
     """Name of the language model used in training; None if the files omit it."""
     scan: Any = None
-    """Entry `scan` of circuit-tracer's config.yaml."""
+    """Entry `scan` of circuit-tracer's config.yaml: its name for the dictionary; None if absent."""
     has_skip: bool = False
     """Whether there is a linear skip connection from input to output."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further entries of the configuration that change numbers, as plain values; part of the identity."""
     zero_positions: int = 1
-    """Number of first positions of a prompt for which the dictionary is not meant, such as the BOS token."""
+    """Number of positions at the start of a prompt that training left out, such as that of the BOS token."""
     places: tuple[CrosscoderPlace, ...] = ()
     """Places that a crosscoder's features read; empty for other kinds."""
     modules: tuple[NamedHook, ...] = ()
-    """Hook points derived from transformers module names in the files."""
+    """Hook points that the files name by modules of transformers ("model.layers.12.mlp")."""
 
 
 class Opened(NamedTuple):
-    """Files of a dictionary with their layout."""
+    """A dictionary as its format opens it: arguments of `Dictionary`."""
 
     files: DictionaryFiles
-    """Files of the dictionary."""
+    """The files that it was opened from."""
     layout: DictionaryLayout
     """Kind, hook points, layers and sizes."""
     open_layer: Callable[[int], LayerFeatures]
-    """Returns the features that read a layer, with memory-mapped weights."""
+    """Function from a layer number to the features that read this layer, with memory-mapped weights."""

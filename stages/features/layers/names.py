@@ -33,11 +33,11 @@ __all__ = [
 ]
 
 HOOKS_ADVICE = (
-    "say where its features read and write with read= and write= (--read and --write of mizarr features), "
-    "or after the name of the dictionary, 'NAME?read=hook_resid_post'; if the files do not state the layer "
-    "either, include it: blocks.3.hook_resid_post"
+    "name the hook points that its features read and write with read= and write= (--read and --write of "
+    "mizarr features), or after the name of the dictionary, 'NAME?read=hook_resid_post'; if the files do not "
+    "state the layer either, include it: blocks.3.hook_resid_post"
 )
-"""How the caller gives hook points that the files do not state; the end of error messages."""
+"""Last part of error messages: how the user can name hook points that a dictionary's files do not name."""
 # Names that only circuit-tracer has. hook_mlp_in (also in older files) is TransformerLens's copy of
 # resid_mid.
 _CIRCUIT_TRACER_NAMES = {"mlp.hook_in": "mlp_pre", "mlp.hook_out": "mlp_post", "hook_mlp_in": "resid_mid"}
@@ -85,22 +85,25 @@ class NamedHook(NamedTuple):
     """The hook point that a name refers to."""
 
     kind: str
-    """Kind of the hook point."""
+    """Kind of the hook point, such as "resid_mid"."""
     layer: int | None = None
-    """Its layer; None outside blocks, and for names inside a block."""
+    """Layer of the hook point; None if the name states none ("mlp.hook_in") or it is outside the blocks."""
     module: str = ""
     """The transformers module name, or "" if the hook point was named directly."""
 
 
 def hook_kind(name: str) -> str:
-    """Kind of the hook point that `parse_hook` finds for a name."""
+    """Kind ("resid_mid") of the hook point that a name in any notation of `parse_hook` refers to."""
     return parse_hook(name).kind
 
 
 def parse_hook(name: str) -> NamedHook:
-    """Hook point of a name: "blocks.12.hook_resid_post", a name inside a block ("mlp.hook_in"), "hook_embed",
-    a hook kind ("mlp_pre"), or a module of transformers ("model.layers.12"), which means its output unless
-    ".input" is appended.
+    """Hook point that a name in a dictionary's files, or given by the user, refers to.
+
+    Arguments:
+        name: "blocks.12.hook_resid_post", "hook_embed", a name inside a block ("mlp.hook_in"), a kind of hook
+            point ("mlp_pre"), or a module of transformers ("model.layers.12"): its output, unless ".input" is
+            appended.
 
     Raises:
         DictionaryError: No hook point has this name.
@@ -108,9 +111,9 @@ def parse_hook(name: str) -> NamedHook:
     if name in BY_NAME:
         return NamedHook(name)
     path, _, end = name.rpartition(".")
-    ends = (path, end) if end in ("input", "output") else (name, "output")
-    if module := module_hook(*ends):
-        return module
+    module, module_end = (path, end) if end in ("input", "output") else (name, "output")
+    if named_hook := module_hook(module, module_end):
+        return named_hook
     # Names inside a block are looked up as those of block 0.
     full = name if name.startswith(_OUTSIDE) else f"blocks.0.{name}"
     match = _BLOCK.match(full)
@@ -120,11 +123,11 @@ def parse_hook(name: str) -> NamedHook:
         try:
             kind = HookPoint.from_transformer_lens(full).kind
         except HookPointNotFound as error:
-            # The inner message's suggestion is repeated; its other words are about our names.
+            # Only the suggestion is taken from the inner message, which speaks of mizarr's own names.
             near = str(error).partition("; did you mean ")[2].rstrip("?")
             raise DictionaryError(
                 f"expected a hook point of TransformerLens or a module of transformers, found {name!r:.200}, "
-                f"which is not known{f', nearest is {near}' if near else ''}; {HOOKS_ADVICE}"
+                f"which is not known{f' (did you mean {near}?)' if near else ''}; {HOOKS_ADVICE}"
             ) from error
     return NamedHook(kind, int(match[1]) if match and full == name else None)
 
@@ -137,7 +140,7 @@ def module_hook(name: str, end: str) -> NamedHook | None:
         end: "input" or "output".
 
     Returns:
-        None if the name is no such module, or no hook point has its value.
+        The hook point; None if the name is not a module of a layer, or if no hook point has its value.
     """
     match = _MODULE.fullmatch(name)
     if not match or match[1] not in _STACKS or name.startswith("blocks.") or (match[3] or "") not in MODULES:
@@ -147,17 +150,17 @@ def module_hook(name: str, end: str) -> NamedHook | None:
 
 
 def layer_in(name: str | None) -> int | None:
-    """Layer number in a hook name, if exactly one number occurs; else None."""
+    """The only number in a hook point's name, which is its layer; None if there is none or several."""
     numbers = _NUMBER.findall(name or "")
     return int(numbers[0]) if len(numbers) == 1 else None
 
 
 def require_module_output(hook: NamedHook, config: Architecture, model: str) -> None:
-    """Check that a module's output is, in this model, the hook point that stands for it.
+    """Check that in this model the output of a transformers module equals the hook point taken for it.
 
-    attn_out and mlp_post are the values added to the residual stream: after the norm of attention's output,
-    which is outside of the module in Gemma 2, and after a residual multiplier (Granite). Modules of BLOOM add
-    the stream themselves.
+    The hook points attn_out and mlp_post are what is added to the residual stream. In some families the
+    module's output differs: Gemma 2 norms it outside of the module, Granite multiplies it afterwards, BLOOM's
+    modules add the residual stream themselves.
 
     Arguments:
         hook: Hook point derived from the name of a module.
@@ -165,38 +168,42 @@ def require_module_output(hook: NamedHook, config: Architecture, model: str) -> 
         model: Name of the model, for messages.
 
     Raises:
-        DictionaryError: The output differs.
+        DictionaryError: The two values differ in this model.
     """
     if hook.kind not in ("attn_out", "mlp_post"):
         return
-    weight = {"attn_out": "o", "mlp_post": "down"}[hook.kind]
+    output_weight = {"attn_out": "o", "mlp_post": "down"}[hook.kind]
     layers = [] if config.kind == "bridge" else config.tensors.layers[hook.layer : (hook.layer or 0) + 1]
     reason = _OTHER_OUTPUTS.get(config.model_type)
     if hook.kind == "attn_out" and HookPoint("ln1_post_scale", hook.layer) in config.hook_points:
         reason = "the module gives its output before the norm that follows it"
-    elif any(part.factors for layer in layers for name, part in layer.items() if name == weight):
+    elif any(part.factors for layer in layers for name, part in layer.items() if name == output_weight):
         reason = "the module gives its output before the residual multiplier"
     if reason is None:
         return
     raise DictionaryError(
-        f"expected a module whose output is {HookPoint(hook.kind, hook.layer)} in {model}, found "
-        f"{hook.module!r}, of which {reason}; take a dictionary of the residual stream, or {HOOKS_ADVICE}"
+        f"expected a dictionary of a module whose output is {HookPoint(hook.kind, hook.layer)} in {model}, "
+        f"found one of {hook.module!r}, where {reason}; use a dictionary of the residual stream, or "
+        f"{HOOKS_ADVICE}"
     )
 
 
 def hook_name(kind: str) -> str:
-    """Name of a hook kind inside a block in other programs: "mlp.hook_in" for "mlp_pre".
+    """Name of a kind of hook point in circuit-tracer or TransformerLens, without the block: "mlp.hook_in".
 
     Raises:
-        DictionaryError: Other programs have no name for it.
+        DictionaryError: These programs have no name for this kind of hook point.
     """
-    for name, own_kind in _CIRCUIT_TRACER_NAMES.items():
-        # Of the two names of resid_mid the common one is written.
-        if own_kind == kind and name != "hook_mlp_in":
+    for name, named_kind in _CIRCUIT_TRACER_NAMES.items():
+        # Of the two names of resid_mid, TransformerLens's is the common one, which is found below.
+        if named_kind == kind and name != "hook_mlp_in":
             return name
     if not BY_NAME[kind].per_layer:
         return BY_NAME[kind].path
     full_name = HookPoint(kind, 0).transformer_lens
     if full_name is None:
-        raise DictionaryError(f"{kind} has no name in other programs' files; export another dictionary")
+        raise DictionaryError(
+            f"the hook point kind {kind!r} has no name in TransformerLens or circuit-tracer, so this "
+            "dictionary cannot be exported; export one of another hook point"
+        )
     return full_name.removeprefix("blocks.0.")

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 __all__ = ["AsIs", "ConstantNorm", "InputOnly", "LayerNorm", "Scaling"]
 
 _EPS = 1e-5
-"""Epsilon of "layer_norm", as in SAELens."""
+"""Epsilon that is added to the standard deviation by the scaling "layer_norm", as in SAELens."""
 
 
 class Scaling(Protocol):
-    """Protocol: scales input rows, and returns the inverse."""
+    """Function that normalises each input vector of a dictionary, and gives the inverse for its output."""
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Scaled x [..., hidden], and a function that maps a reconstruction of it to one of x."""
+        """Scaled x [..., hidden], and a function that scales a reconstruction back to the size of x."""
         ...
 
 
@@ -33,13 +33,13 @@ class AsIs:
     """No scaling."""
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """x unchanged, and the identity."""
+        """x unchanged, and a function that changes nothing."""
         return x, lambda y: y
 
 
 @dataclass(frozen=True)
 class ConstantNorm:
-    """Scales every row to norm sqrt(hidden) ("constant_norm_rescale")."""
+    """Scales every input vector to norm sqrt(hidden) (SAELens: "constant_norm_rescale")."""
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Scaled x [..., hidden], and the inverse."""
@@ -49,7 +49,7 @@ class ConstantNorm:
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """Centres every row and divides it by its unbiased standard deviation + 1e-5 ("layer_norm").
+    """Subtracts each vector's mean and divides by its unbiased standard deviation + 1e-5 ("layer_norm").
 
     The inverse multiplies by the standard deviation without the 1e-5, as in SAELens.
     """
@@ -64,11 +64,11 @@ class LayerNorm:
 
 @dataclass(frozen=True)
 class InputOnly:
-    """A scaling without inverse: a transcoder's output is at another hook point, with another scale."""
+    """Scales the input only: a transcoder's output is another hook point, with another scale."""
 
     scaling: Scaling
     """Scaling of the input."""
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Scaled x [..., hidden], and the identity."""
+        """Scaled x [..., hidden], and a function that changes nothing."""
         return self.scaling(x)[0], lambda y: y

@@ -1,5 +1,4 @@
-"""Directions of decoders: features that write in similar directions, and the dims that each feature writes to
-most.
+"""Directions of decoder vectors: features that write in similar directions, and their largest entries.
 
 For features that write to several layers, the decoder of the last layer is used, because its path to the
 logits is the shortest.
@@ -27,9 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["decoder_neighbours"]
 
 CELLS = 1 << 21
-"""Number of cosines computed at a time."""
+"""Number of cosines that are computed at once."""
 ALIGNED = 3
-"""Number of dims given per feature."""
+"""Number of entries of its decoder vector that are listed for each feature."""
 
 
 @stage(
@@ -54,7 +53,7 @@ def decoder_neighbours(blocks: xr.DataArray, *, dictionary: Dictionary, layer: i
     neuron_alignment_indices, values, and l1 as a share).
 
     Arguments:
-        blocks: Features, from `feature_blocks`.
+        blocks: Indices of the features, from `feature_blocks`.
         dictionary: The opened dictionary.
         layer: Layer that the features read.
         k: Number of neighbours per feature.
@@ -75,13 +74,14 @@ def decoder_neighbours(blocks: xr.DataArray, *, dictionary: Dictionary, layer: i
     step = max(1, CELLS // len(rows))
     for start in range(0, len(features) if k else 0, step):
         block = features[start : start + step]
-        alike = unit[block] @ unit.T
+        cosines = unit[block] @ unit.T
         # A feature is no neighbour of itself.
-        alike[np.arange(len(block)), block] = -np.inf
-        near = top_columns(alike, k)
+        cosines[np.arange(len(block)), block] = -np.inf
+        closest = top_columns(cosines, k)
         rows_of_block = slice(start, start + len(block))
-        neighbour[rows_of_block], cosine[rows_of_block] = near, np.take_along_axis(alike, near, axis=1)
-    dim, part, share = _aligned(rows[features])
+        neighbour[rows_of_block] = closest
+        cosine[rows_of_block] = np.take_along_axis(cosines, closest, axis=1)
+    dim, part, share = _largest_entries(rows[features])
     pairs = {"neighbour": neighbour, "cosine": cosine}
     dims = {"dim": dim, "part": part, "l1_share": share}
     return xr.Dataset(
@@ -95,8 +95,8 @@ def decoder_neighbours(blocks: xr.DataArray, *, dictionary: Dictionary, layer: i
     )
 
 
-def _aligned(rows: Array) -> tuple[Array, Array, Array]:
-    """Dims of largest magnitude, their values and shares of the sum of magnitudes [feature, rank]."""
+def _largest_entries(rows: Array) -> tuple[Array, Array, Array]:
+    """(dims of largest magnitude, entries there, shares of the sum of magnitudes), each [feature, rank]."""
     size = np.abs(rows)
     dim = np.argsort(-size, axis=1, kind="stable")[:, :ALIGNED]
     total = size.sum(axis=1, keepdims=True)

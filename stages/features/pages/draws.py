@@ -31,7 +31,7 @@ LABELS = ("prompt", "position", "token_id")
 
 
 def mixed(numbers: Array) -> Numbers:
-    """A pseudorandom uint64 for each number."""
+    """A pseudorandom uint64 for each number, the same for equal numbers (the hash of SplitMix64)."""
     mixture = np.asarray(numbers).astype(np.uint64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixture ^= mixture >> np.uint64(shift)
@@ -46,7 +46,7 @@ def token_numbers(encoded: xr.Dataset, seed: int = 0) -> Numbers:
     Equal for tokens at the same position of prompts with the same ids.
 
     Arguments:
-        encoded: Encoded layer, from `encode_features`.
+        encoded: Active features of a layer, from `encode_features`.
         seed: Seed of the numbers.
 
     Raises:
@@ -55,8 +55,8 @@ def token_numbers(encoded: xr.Dataset, seed: int = 0) -> Numbers:
     missing = [name for name in LABELS if name not in encoded.coords]
     if missing:
         raise ShapeError(
-            f"expected {', '.join(LABELS)} of every token, found no {', '.join(missing)}; capture the corpus "
-            "from token ids or texts, and encode that"
+            f"expected the coordinates {', '.join(LABELS)} of the tokens, found no {', '.join(missing)}; "
+            "capture the corpus from token ids or texts, and encode it again"
         )
     prompt, position, ids = (encoded[name].values for name in LABELS)
     # prompt[0] below needs a token.
@@ -72,5 +72,5 @@ def token_numbers(encoded: xr.Dataset, seed: int = 0) -> Numbers:
 
 
 def feature_numbers(features: Ints) -> Numbers:
-    """A pseudorandom number for every feature, to be combined with those of tokens by xor."""
+    """A pseudorandom number for every feature, uint64 [feature], to be combined with a token's by xor."""
     return mixed(features.astype(np.uint64) + _STEP)

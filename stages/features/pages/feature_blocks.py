@@ -22,10 +22,10 @@ __all__ = ["feature_blocks", "features_of", "join_features"]
 
 
 def feature_blocks(features: Sequence[int] | int, size: int) -> xr.DataArray:
-    """Features in blocks of at most `size`: int64 [block, slot].
+    """Indices of features in blocks of at most `size`, int64 [block, slot]; -1 fills the last block.
 
     Arguments:
-        features: Indices, each once; or a number n for the features 0 to n - 1.
+        features: Indices of features, each once; or a number n for the features 0 to n - 1.
         size: Largest number of features per block.
 
     Raises:
@@ -36,8 +36,8 @@ def feature_blocks(features: Sequence[int] | int, size: int) -> xr.DataArray:
     indices = np.arange(features) if isinstance(features, int) else np.array(features, np.int64)
     if not len(indices) or size < 1 or len(np.unique(indices)) < len(indices):
         raise DictionaryError(
-            f"expected features, each once, in blocks of at least one, found {len(indices)} features, "
-            f"{len(np.unique(indices))} of them different, and blocks of {size}"
+            f"expected at least one feature, each feature once, and blocks of at least one, found "
+            f"{len(indices)} features, {len(np.unique(indices))} of them different, and blocks of {size}"
         )
     # Blocks of equal size take equal times in parallel. -(-a // b) rounds a / b up.
     size = -(-len(indices) // -(-len(indices) // size))
@@ -49,7 +49,7 @@ def feature_blocks(features: Sequence[int] | int, size: int) -> xr.DataArray:
 
 
 def features_of(blocks: xr.DataArray, n_features: int) -> Ints:
-    """The features of some blocks in sequence.
+    """Indices of the features of some blocks, in one row [feature].
 
     Arguments:
         blocks: Blocks from `feature_blocks`, -1 for empty slots.
@@ -61,12 +61,12 @@ def features_of(blocks: xr.DataArray, n_features: int) -> Ints:
     indices: Ints = blocks.values.ravel()
     indices = indices[indices >= 0]
     if indices.max(initial=0) >= n_features:
-        raise DictionaryError(f"expected features from 0 to {n_features - 1}, found {indices.max()}")
+        raise DictionaryError(f"expected feature indices from 0 to {n_features - 1}, found {indices.max()}")
     return indices
 
 
 def join_features(parts: Sequence[xr.Dataset]) -> xr.Dataset:
-    """Datasets of blocks concatenated along `feature`; lazy if they are lazy."""
+    """Results of several blocks of features, concatenated along `feature`; lazy if they are lazy."""
     import xarray as xr
 
     if len(parts) == 1:

@@ -55,17 +55,18 @@ def feature_intervals(
     draws: int = 4,
     seed: int = 0,
 ) -> xr.Dataset:
-    """Histogram of activations, and `draws` random tokens of each interval of strength, for some features.
+    """Histogram of each feature's activations, and random tokens from equal intervals of activation.
 
-    The draw depends only on content (draws.py), and takes a text at most once per interval.
+    The draw depends only on the content of the prompts (draws.py), and takes a repeated text at most once per
+    interval.
 
     Arguments:
-        encoded: Encoded layer, from `encode_features`.
-        statistics: `feature_statistics` of it.
-        blocks: Features, from `feature_blocks`.
+        encoded: Active features of the layer, from `encode_features`.
+        statistics: Result of `feature_statistics` for the layer.
+        blocks: Indices of the features, from `feature_blocks`.
         bins: Number of bins, a multiple of `intervals`. An activation on a boundary counts in the upper bin,
             the largest activation in the last bin.
-        intervals: Number of intervals.
+        intervals: Number of equal intervals from 0 to the feature's largest activation.
         draws: Number of tokens drawn per interval.
         seed: Seed of the draw.
 
@@ -77,19 +78,19 @@ def feature_intervals(
 
     if min(bins, intervals, draws) < 1 or bins % intervals:
         raise StageError(
-            f"expected bins that are a multiple of the intervals, and at least one draw, found {bins} bins, "
-            f"{intervals} intervals and {draws} draws"
+            "expected the number of bins to be a multiple of the number of intervals, and bins, intervals "
+            f"and draws to be at least 1, found {bins} bins, {intervals} intervals and {draws} draws"
         )
-    size = int(encoded.attrs["n_features"])
-    features = features_of(blocks, size)
-    row_of_feature = rows_of(features, size)
+    n_features = int(encoded.attrs["n_features"])
+    features = features_of(blocks, n_features)
+    row_of_feature = rows_of(features, n_features)
     largest = statistics["max_activation"].values[features]
     # Features that never fire have no range; scale 0 avoids a division by zero.
-    scale = np.divide(np.float32(bins), largest, out=np.zeros_like(largest), where=largest > 0)
+    bins_per_unit = np.divide(np.float32(bins), largest, out=np.zeros_like(largest), where=largest > 0)
     numbers, feature_salt = token_numbers(encoded, seed), feature_numbers(features)
     counts = np.zeros(len(features) * bins, np.int64)
     drawn = _SmallestNumbers(len(features) * intervals, draws)
-    is_all = len(features) == size
+    is_all = len(features) == n_features
     for block in blocks_of(encoded):
         row, token, value = row_of_feature[block.feature], block.token, block.value
         # Skipped if all features are requested: indexing would copy the whole block.
@@ -97,7 +98,7 @@ def feature_intervals(
             matches = np.flatnonzero(row >= 0)
             row, token, value = row[matches], token[matches], value[matches]
         # The clip puts the largest activation into the last bin, and guards against rounding.
-        bin_index = np.clip((value * scale[row]).astype(np.int32), 0, bins - 1)
+        bin_index = np.clip((value * bins_per_unit[row]).astype(np.int32), 0, bins - 1)
         cell = row * bins + bin_index
         counts += np.bincount(cell, minlength=len(counts))
         drawn.add(cell // (bins // intervals), token, value, mixed(numbers[token] ^ feature_salt[row]))
@@ -119,7 +120,7 @@ def feature_intervals(
 
 
 class _SmallestNumbers:
-    """The k members with the smallest random numbers in each group, among those added so far."""
+    """A random draw of k tokens in each group: those with the smallest pseudorandom numbers so far."""
 
     def __init__(self, groups: int, k: int) -> None:
         self.k = k
@@ -131,20 +132,20 @@ class _SmallestNumbers:
         self._candidates = Candidates(self.token.size)
 
     def add(self, group: Ints, token: Ints, value: Array, number: Numbers) -> None:
-        """Add members of all groups, by ascending token from call to call.
+        """Add members of the groups to draw from; tokens must ascend from call to call.
 
         Arguments:
             group: Group of each member [member].
-            token: Its token.
-            value: Its activation.
-            number: Its pseudorandom number.
+            token: Token of each member [member].
+            value: Activation at each token [member].
+            number: Pseudorandom number of each member [member].
         """
         entering = np.flatnonzero(number < self._threshold[group])
         if self._candidates.add(group[entering], token[entering], value[entering], number[entering]):
             self.draw()
 
     def draw(self) -> None:
-        """Rank the collected candidates; must be called after the last `add`."""
+        """Enter the collected members into the draw; must be called after the last `add`."""
         if not len(self._candidates):
             return
         group, token, value, number = self._candidates.take_with(self.token, self.value, self.number)

@@ -1,5 +1,4 @@
-"""Direct effects of features on the logits: the tokens each raises and lowers most, and a histogram over all
-tokens.
+"""Direct effects of features on the logits: tokens raised and lowered most, and a histogram over all tokens.
 
 Only the direct path is counted, as in stages/features/effects/words.py; this stage computes it for all
 features of a layer.
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["feature_logits"]
 
 BLOCK_BYTES = 1 << 24
-"""Bytes of logits [feature, vocab] computed at a time."""
+"""Largest size in bytes of the logits [feature, vocab] that are computed at once."""
 
 
 @stage(
@@ -56,11 +55,13 @@ def feature_logits(
     top_k: int = 10,
     bins: int = 50,
 ) -> xr.Dataset:
-    """Effects of features on the logits per unit of activation, minus their mean over the vocabulary.
+    """Direct effects of features on the logits, in logits per unit of activation.
+
+    The mean effect over the vocabulary is subtracted, since it changes no probability.
 
     Arguments:
         readout: Final norm and unembedding, from stages/logits/readout.py.
-        blocks: Features, from `feature_blocks`.
+        blocks: Indices of the features, from `feature_blocks`.
         dictionary: The opened dictionary.
         layer: Layer that the features read.
         top_k: Number of tokens raised, and lowered, per feature.
@@ -97,7 +98,7 @@ def feature_logits(
 
 
 def _histograms(effects: Array, bins: int) -> tuple[Ints, Array, Array]:
-    """Histogram of each row [row, bin], and its range: smallest and largest value [row]."""
+    """(histogram of each row [row, bin], smallest value of each row, largest value of each row)."""
     low, high = effects.min(axis=1), effects.max(axis=1)
     # A constant row would divide by zero; all its values go to the first bin.
     scale = np.float32(bins) / np.where(high > low, high - low, 1)

@@ -34,7 +34,7 @@ __all__ = ["PageLayout", "page_nodes"]
 
 @dataclass(frozen=True)
 class PageLayout:
-    """Sizes of page contents, and the number of features computed together."""
+    """How much the page of a feature shows, and how many features are computed together."""
 
     strongest: int = 12
     """Number of examples with the largest activations."""
@@ -47,17 +47,17 @@ class PageLayout:
     after: int = 8
     """Number of tokens after an example."""
     related: int = 8
-    """Number of decoder neighbours, of correlated and of co-active features."""
+    """Number of features with similar decoders, of correlated ones, and of ones active at the same tokens."""
     logits: int = 10
-    """Number of tokens raised, and of tokens lowered."""
+    """Number of tokens whose logits are raised most, and of those lowered most."""
     bins: int = 50
     """Number of bins of histograms."""
     sample: int = 1 << 15
-    """Largest number of tokens among which pairs of features are counted."""
+    """Largest number of tokens in the sample in which co-occurrences of features are counted."""
     seed: int = 0
     """Seed of all draws."""
     block: int = 1 << 14
-    """Features computed and cached together; half as many need half the memory."""
+    """Number of features that are computed and cached together; memory grows with it."""
 
 
 def page_nodes(
@@ -69,15 +69,17 @@ def page_nodes(
     features: Sequence[int] = (),
     layout: PageLayout | None = None,
 ) -> dict[str, StageNode]:
-    """Nodes of a layer's pages by name: "statistics", "strongest", "intervals", "windows", "partners",
-    "decoders", for a crosscoder "places" and, with a readout, "logits".
+    """Plan nodes that compute everything on the pages of a layer's features, by name.
+
+    The names are "statistics", "strongest", "intervals", "windows", "partners", "decoders", for a crosscoder
+    "places" and, with a readout, "logits".
 
     Arguments:
         dictionary: The dictionary.
-        encoded: Node of the encoded layer.
+        encoded: Node that computes the active features of the layer.
         layer: Layer that the features read.
-        readout: Node of the model's readout.
-        features: Feature indices in any order; empty for all.
+        readout: Node that computes the model's readout; None leaves out "logits".
+        features: Indices of the features in any order; empty for all.
         layout: How much is shown; None for the defaults.
 
     Raises:

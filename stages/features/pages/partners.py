@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 __all__ = ["feature_partners"]
 
 PAIRS = 1 << 18
-"""Co-occurrences of two features (one per shared token) counted at a time."""
+"""Largest number of co-occurrences of two features (one per shared token) that are counted at once."""
 SLOTS = 1 << 20
 """Size of the hash table of counts, a power of 2; several times PAIRS, so that collisions are rare."""
 FEATURES = 1 << 12
-"""Largest number of features whose pairs are counted at a time."""
+"""Largest number of features whose pairs are counted at once."""
 TOGETHER = 2
 """Smallest number of tokens that a pair must share."""
 
@@ -66,17 +66,17 @@ TOGETHER = 2
 def feature_partners(
     encoded: xr.Dataset, blocks: xr.DataArray, *, k: int = 8, tokens: int = 1 << 15, seed: int = 0
 ) -> xr.Dataset:
-    """The k features closest to each feature, by correlation and by shared tokens.
+    """The k features that are most correlated with each feature, and the k most often active at its tokens.
 
     Arguments:
-        encoded: Encoded layer, from `encode_features`.
-        blocks: Features, from `feature_blocks`.
-        k: Number of partners of each sort.
+        encoded: Active features of the layer, from `encode_features`.
+        blocks: Indices of the features, from `feature_blocks`.
+        k: Number of correlated features, and of features active at the same tokens.
         tokens: Largest number of tokens in the sample.
         seed: Seed of the draw.
 
     Returns:
-        See `outputs`; the attribute n_tokens is the size of the sample.
+        The variables in `outputs`; the attribute n_tokens is the number of tokens in the sample.
 
     Raises:
         StageError: `k` or `tokens` is below 1.
@@ -84,7 +84,7 @@ def feature_partners(
     import xarray as xr
 
     if min(k, tokens) < 1:
-        raise StageError(f"expected k and tokens of at least 1, found {k} and {tokens}")
+        raise StageError(f"expected k and tokens to be at least 1, found k={k} and tokens={tokens}")
     features = features_of(blocks, int(encoded.attrs["n_features"]))
     sample = _Sample.of(encoded, tokens, seed)
     shape = (len(features), k)
@@ -114,36 +114,36 @@ def feature_partners(
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Pairs of a feature in a portion and another feature with which it shares tokens; all arrays [pair]."""
+    """Pairs of a requested feature and another feature that are active at the same tokens; arrays [pair]."""
 
     row: Ints
-    """Row of the feature in the portion."""
+    """Index of the requested feature among those requested."""
     feature: Ints
-    """The feature."""
+    """Index of the requested feature in the layer."""
     column: Ints
-    """The other feature."""
+    """Index of the other feature in the layer."""
     count: Ints
-    """Number of tokens with both features active."""
+    """Number of sampled tokens at which both features are active."""
     dot: Floats
-    """Sum of the products of their activations."""
+    """Sum over tokens of the product of the two activations."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Sample:
-    """Active features of the sampled tokens: token by token (ptr), features ascending."""
+    """Active features of a sample of tokens, token by token, features ascending."""
 
     ptr: Ints
-    """Start of each token's features, and their total number at the end [token + 1]."""
+    """Start of each token's features in the other arrays, and their length at the end [token + 1]."""
     feature: Array
     """Index of each active feature, int32 [active]."""
     value: Array
-    """Its activation, float32 [active]."""
+    """Activation of each active feature, float32 [active]."""
     size: int
     """Number of features of the layer."""
 
     @classmethod
     def of(cls, encoded: xr.Dataset, tokens: int, seed: int) -> _Sample:
-        """Sample of the tokens with the smallest pseudorandom numbers, among those that can have features."""
+        """Active features of `tokens` random tokens (or all, if fewer) that are not at left-out positions."""
         eligible = np.flatnonzero(counted(encoded))
         if len(eligible) > tokens:
             # seed + 1: not the numbers that draw examples, so that both draws are independent.
@@ -171,7 +171,7 @@ class _Sample:
 
     @cached_property
     def owner(self) -> Ints:
-        """Token of each activation, numbered within the sample [active]."""
+        """Number, within the sample, of the token of each activation [active]."""
         return np.repeat(np.arange(self.n_tokens), np.diff(self.ptr))
 
     @cached_property
@@ -201,7 +201,7 @@ class _Sample:
         return squares / max(self.n_tokens, 1)
 
     def portions(self, features: Ints) -> Iterator[slice]:
-        """Slices of `features` whose pairs fit a block."""
+        """Yield slices of `features` with at most PAIRS co-occurrences each, or of one feature."""
         lengths = np.diff(self.ptr)
         work = np.bincount(self.feature, lengths[self.owner], self.size)[features]
         cumulative_work = np.concatenate([[0], work.cumsum()])
@@ -214,7 +214,7 @@ class _Sample:
             start = stop
 
     def pairs(self, features: Ints) -> _Pairs:
-        """Pairs of some features with others that share at least TOGETHER tokens, counts and dot products."""
+        """Pairs of some features with any other feature that share at least TOGETHER tokens."""
         # One entry per activation of the requested features.
         row = np.repeat(np.arange(len(features)), self.counts[features])
         activations = self.by_feature[np.repeat(self.starts[features], self.counts[features]) + ranks(row)]
@@ -269,7 +269,7 @@ def _share(part: Array, whole: Array) -> Floats:
 
 
 def _closest(pairs: _Pairs, measure: Floats, k: int) -> tuple[Ints, Ints]:
-    """Index and rank of the k pairs of each row with the largest positive measure."""
+    """The k pairs of each row with the largest positive measure: (indices of the pairs, their ranks)."""
     measure = measure.astype(np.float32)
     positive = np.flatnonzero(measure > 0)
     order, rank = ranked(pairs.row[positive], pairs.column[positive], measure[positive], k)

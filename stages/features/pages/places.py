@@ -43,10 +43,10 @@ __all__ = ["place_norms"]
     resources=("dictionary",),
 )
 def place_norms(blocks: xr.DataArray, *, dictionary: Dictionary) -> xr.Dataset:
-    """Decoder norms at the places of a crosscoder.
+    """Decoder norms of a crosscoder's features at each hook point of each model.
 
     Arguments:
-        blocks: Features, from `feature_blocks`.
+        blocks: Indices of the features, from `feature_blocks`.
         dictionary: The opened crosscoder.
 
     Returns:

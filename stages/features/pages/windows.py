@@ -45,15 +45,15 @@ def example_windows(
     before: int = 16,
     after: int = 8,
 ) -> xr.Dataset:
-    """Activations around every example of some features.
+    """Activations of features at the tokens around each of their examples.
 
     Arguments:
-        encoded: Encoded layer, from `encode_features`.
-        strongest: `top_examples` of it.
-        drawn: `feature_intervals` of it.
-        blocks: Features, from `feature_blocks`.
+        encoded: Active features of the layer, from `encode_features`.
+        strongest: Result of `top_examples` for the layer.
+        drawn: Result of `feature_intervals` for the layer.
+        blocks: Indices of the features, from `feature_blocks`.
         before: Number of tokens before each example, within the same prompt.
-        after: Number of tokens after it.
+        after: Number of tokens after each example, within the same prompt.
     """
     import xarray as xr
 
@@ -76,7 +76,15 @@ def example_windows(
 
 
 def _fill(activation: Array, token: Ints, features: Ints, window: Ints, encoded: xr.Dataset) -> None:
-    """Write activations around the examples into `activation`, block by block of the corpus."""
+    """Write activations around the examples into `activation` [feature, example, window].
+
+    Arguments:
+        activation: Array of zeros, which is filled.
+        token: Token of each example [feature, example]; -1 for none.
+        features: Index of each feature [feature].
+        window: Offsets of the tokens from the example [window].
+        encoded: Active features of the layer, read block by block.
+    """
     prompt, size = encoded["prompt"].values, int(encoded.attrs["n_features"])
     # Examples by token, so that those near a block are one range. -1 (no example) comes first.
     flat, out = token.ravel(), activation.reshape(-1, len(window))
@@ -91,14 +99,15 @@ def _fill(activation: Array, token: Ints, features: Ints, window: Ints, encoded:
         examples = order[near]
         tokens, is_in_block = window_tokens(flat[examples], window, prompt)
         is_in_block &= (tokens >= start) & (tokens <= stop)
-        example, place = np.nonzero(is_in_block)
-        cells = (tokens[example, place] - start) * size + features[examples[example] // token.shape[1]]
-        hit, values = _looked_up(cells, block, start, stop, size)
-        out[examples[example[hit]], place[hit]] = values
+        example, offset = np.nonzero(is_in_block)
+        # A token of the block and a feature as one integer, which `_active_cells` looks up.
+        cells = (tokens[example, offset] - start) * size + features[examples[example] // token.shape[1]]
+        active, values = _active_cells(cells, block, start, size)
+        out[examples[example[active]], offset[active]] = values
 
 
-def _looked_up(cells: Ints, block: ActiveBlock, start: int, stop: int, size: int) -> tuple[Ints, Array]:
-    """Index of the (token, feature) cells that are active in a block, and their activations.
+def _active_cells(cells: Ints, block: ActiveBlock, start: int, size: int) -> tuple[Ints, Array]:
+    """Which cells, (token - start) * size + feature, are active in a block: their indices and activations.
 
     Most cells are not active, and a bit per hash of the active ones rules out most of these without a search.
     """
@@ -106,12 +115,12 @@ def _looked_up(cells: Ints, block: ActiveBlock, start: int, stop: int, size: int
     is_hashed = np.zeros(_HASHES, bool)
     is_hashed[keys & (_HASHES - 1)] = True
     candidates = np.flatnonzero(is_hashed[cells & (_HASHES - 1)])
-    spot = np.searchsorted(keys, cells[candidates])
+    index = np.searchsorted(keys, cells[candidates])
     # Past the end: any valid index, as the comparison below fails.
-    spot[spot == len(keys)] = 0
-    hit = keys[spot] == cells[candidates]
-    return candidates[hit], block.value[spot[hit]]
+    index[index == len(keys)] = 0
+    is_active = keys[index] == cells[candidates]
+    return candidates[is_active], block.value[index[is_active]]
 
 
 _HASHES = 1 << 24
-"""Number of bits of the hash filter, a power of 2."""
+"""Number of bits of the filter in `_active_cells`, a power of 2."""

@@ -26,11 +26,11 @@ CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 
 
 def save(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write a checkpoint; replaces the previous one atomically.
+    """Write a checkpoint into a folder, replacing the previous one atomically.
 
     Arguments:
         folder: Folder of the training, created if missing.
-        state: Plain values and tensors.
+        state: Everything from which the training resumes, as plain values and tensors by name.
     """
     import torch
 
@@ -42,7 +42,11 @@ def save(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def load(folder: Path) -> dict[str, Any] | None:
-    """Read a folder's checkpoint; None without a file, ConfigError for a damaged file."""
+    """Read the checkpoint in a folder; None if there is none.
+
+    Raises:
+        ConfigError: The file is damaged.
+    """
     path = folder / CHECKPOINT
     if not path.is_file():
         return None
@@ -53,13 +57,13 @@ def load(folder: Path) -> dict[str, Any] | None:
 
 
 def require_same(folder: Path, checkpoint: Mapping[str, Any], settings: Mapping[str, Any], data: str) -> None:
-    """Compare a checkpoint with the requested settings and data.
+    """Check that a checkpoint belongs to the requested settings and data, so that training may resume.
 
     Arguments:
         folder: Folder of the training, for messages.
-        checkpoint: The checkpoint.
+        checkpoint: The checkpoint, as `load` returns it.
         settings: Requested settings as plain values.
-        data: Identity of the requested data.
+        data: Digest of the requested activations.
 
     Raises:
         ConfigError: They differ; the message names the first difference.
@@ -68,18 +72,20 @@ def require_same(folder: Path, checkpoint: Mapping[str, Any], settings: Mapping[
         stored_value = checkpoint["settings"].get(name)
         if stored_value != value:
             raise ConfigError(
-                f"{folder} holds a training with {name}={stored_value!r}, expected {name}={value!r}; name "
-                "another folder"
+                f"the folder {folder} holds a checkpoint of a training with {name}={stored_value!r}, but "
+                f"{name}={value!r} was requested; choose another folder, or the same settings to resume it"
             )
     if checkpoint["data"] != data:
         raise ConfigError(
-            f"{folder} holds a training on other activations; name another folder, or the same store"
+            f"the folder {folder} holds a checkpoint of a training on other activations; choose another "
+            "folder, or train on the same store to resume it"
         )
 
 
 class Log:
-    """Log of a training. Lines of steps after the checkpoint are dropped, because a resumed training repeats
-    them.
+    """Log file of a training: one JSON object a line, with measurements of a step.
+
+    Opening it drops the lines of steps after the checkpoint, because a resumed training repeats them.
 
     Arguments:
         folder: Folder of the training.
@@ -89,20 +95,19 @@ class Log:
     def __init__(self, folder: Path, step: int) -> None:
         self.path = folder / LOG
         folder.mkdir(parents=True, exist_ok=True)
-        # Steps after the checkpoint will be repeated and logged again.
         lines = [line for line in _lines(self.path) if line["step"] <= step]
         temporary = folder / f".{LOG}.part"
-        temporary.write_text("".join(_text(line) for line in lines), "utf-8")
+        temporary.write_text("".join(_json_line(line) for line in lines), "utf-8")
         temporary.replace(self.path)
 
     def write(self, **values: Any) -> None:
-        """Append one line; `values` includes the step."""
+        """Append one line with these names and values, of which `step` is one."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(_text(values))
+            file.write(_json_line(values))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """Complete lines of a log; a line truncated by a kill ends the list."""
+    """Parsed lines of a log file, up to the first that is incomplete because the process was killed."""
     lines = []
     for line in path.read_text("utf-8").splitlines() if path.is_file() else []:
         try:
@@ -112,6 +117,6 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _text(values: Mapping[str, Any]) -> str:
-    """One line of the log."""
+def _json_line(values: Mapping[str, Any]) -> str:
+    """A line of the log file: the values as a JSON object, and a newline."""
     return json.dumps(values) + "\n"

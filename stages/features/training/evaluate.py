@@ -30,7 +30,7 @@ __all__ = ["decoder_likeness", "measure", "summary"]
 DENSITY_BINS = np.linspace(-6.0, 0.0, 25)
 """Edges of the histogram of log10 densities."""
 _BLOCK = 4096
-"""Decoder rows compared with all others at a time."""
+"""Number of decoder rows that are compared with all others at once."""
 
 
 def measure(
@@ -39,22 +39,23 @@ def measure(
     read: str,
     write: str,
 ) -> xr.Dataset:
-    """Figures over all rows of all blocks.
+    """Measure reconstruction, sparsity and dead features of a dictionary on activations.
 
     Arguments:
         layers: Features by layer.
-        blocks: Blocks of rows [row, width], by (hook kind, layer).
+        blocks: Blocks of activations [row, width], by (hook kind, layer).
         read: Hook kind that features read.
-        write: Hook kind that they write to.
+        write: Hook kind that features write to.
 
     Returns:
         fvu [target]; mse [target], mean over entries; cosine [target], mean over rows, of target and
         reconstruction, both minus the mean target row of the block; l0 [layer]; l0_count [layer, active]:
         rows with that many active features; density [layer, feature]: share of rows in which a feature is
-        active; dead [layer]: share of features that never fire.
+        active; density_count [layer, log_density]: histogram of log10 density; dead [layer]: share of
+        features that are never active.
 
     Raises:
-        DictionaryError: There are no rows.
+        DictionaryError: The blocks hold no rows.
     """
     sums = _FigureSums(layers)
     for block in blocks:
@@ -63,7 +64,7 @@ def measure(
 
 
 def summary(measured: xr.Dataset, lost: xr.Dataset | None = None) -> dict[str, Any]:
-    """The figures of `measure`, and of `replacement_loss`, as JSON values.
+    """The results of `measure`, and of `replacement_loss`, as one JSON object.
 
     Per layer: fvu, cosine, l0, dead, very_dense (share of features active in more than a tenth of the rows).
 
@@ -85,13 +86,13 @@ def summary(measured: xr.Dataset, lost: xr.Dataset | None = None) -> dict[str, A
             "tokens": int(lost.attrs["tokens"]),
             "skip_positions": int(lost.attrs["skip_positions"]),
             "clean": round(float(lost.ce_clean), 5),
-            "places": {str(place): _place(lost.sel(place=place)) for place in lost.place.values},
+            "places": {str(place): _loss_figures(lost.sel(place=place)) for place in lost.place.values},
         }
     return figures
 
 
-def _place(lost: xr.Dataset) -> dict[str, float]:
-    """Losses and recovered shares of one place, rounded."""
+def _loss_figures(lost: xr.Dataset) -> dict[str, float]:
+    """Losses in nats and recovered shares where one layer, or all, are replaced; rounded to 5 digits."""
     values = {f"ce_{variant}": float(lost.ce.sel(way=variant)) for variant in lost.way.values}
     shares = {
         f"{name}_recovered_{ablation}": float(lost[f"{name}_recovered"].sel(ablation=ablation))
@@ -149,7 +150,8 @@ class _FigureSums:
     def dataset(self) -> xr.Dataset:
         if not self.rows:
             raise DictionaryError(
-                "expected activations to measure on, found no rows; are prompts one token long?"
+                "expected activations on which to measure the dictionary, found none; give prompts longer "
+                "than the positions that are skipped"
             )
         n, order = self.rows, list(self.layers)
         # Sums are float64: the variance is a small difference of large sums.
@@ -180,9 +182,9 @@ class _FigureSums:
 
 
 def decoder_likeness(features: LayerFeatures) -> Tensor:
-    """Largest cosine of each feature's decoder, over all targets, with that of another feature [feature].
+    """Largest cosine between a feature's decoder and the decoder of any other feature, float32 [feature].
 
-    1 means a duplicate; NaN if there is only one feature.
+    Decoders for all targets are concatenated. 1 means a duplicate; NaN if there is only one feature.
     """
     rows = torch.cat([features.decoder_rows(slice(None), target) for target in features.targets], dim=1)
     rows = torch.nn.functional.normalize(rows, dim=1)
@@ -191,7 +193,7 @@ def decoder_likeness(features: LayerFeatures) -> Tensor:
     maxima = []
     for start in range(0, len(rows), _BLOCK):
         cosines = rows[start : start + _BLOCK] @ rows.T
-        # A feature is no duplicate of itself.
+        # The cosine of a feature with itself is 1 and does not count.
         cosines[torch.arange(len(cosines)), torch.arange(start, start + len(cosines))] = -torch.inf
         maxima.append(cosines.max(1).values)
     return torch.cat(maxima)

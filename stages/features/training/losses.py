@@ -28,23 +28,23 @@ from .models import DictionaryModel
 __all__ = ["Loss", "jump_relu", "loss", "step_function"]
 
 RUNNING = 0.99
-"""Decay of the running threshold of batchtopk per step."""
+"""Factor per step of the exponential moving average that is the threshold of batchtopk."""
 
 
 @dataclass(frozen=True, eq=False)
 class Loss:
-    """Training loss of a batch, split into its terms."""
+    """Training loss of one batch, with its terms."""
 
     total: Tensor
-    """The minimised loss, a scalar."""
+    """The loss that is minimised, a scalar with gradient."""
     fvu: dict[int, Tensor]
-    """Fraction of variance unexplained by written layer."""
+    """Fraction of variance unexplained of each written layer, scalars."""
     activations: dict[int, Tensor]
-    """Activations by layer [batch, feature], without gradient."""
+    """Activations [batch, feature] of each layer, without gradient."""
     penalty: Tensor
-    """Sparsity penalty, part of the total."""
+    """Sparsity penalty, a term of the total."""
     auxiliary: Tensor
-    """AuxK loss, part of the total."""
+    """AuxK loss that revives dead features, a term of the total."""
 
 
 def loss(
@@ -56,14 +56,14 @@ def loss(
     pressure: float,
     dead: Mapping[int, Tensor],
 ) -> Loss:
-    """Loss of a batch; updates the running threshold of batchtopk.
+    """Training loss of a batch; also updates the running thresholds of batchtopk in `model`.
 
     Arguments:
-        model: The dictionary.
-        inputs: Scaled rows [batch, width] by layer that is read.
-        outputs: Scaled rows by layer that is written.
-        k: Number of active features in this step.
-        pressure: Share of the penalty in force, 0 to 1.
+        model: The dictionary in training.
+        inputs: Scaled activations [batch, width] by layer that is read.
+        outputs: Scaled activations [batch, width] by layer that is written.
+        k: Number of active features per row in this step (topk, batchtopk).
+        pressure: Factor of the sparsity penalty in this step, 0 to 1.
         dead: Mask of dead features by layer, bool [feature].
     """
     settings = model.settings
@@ -76,9 +76,10 @@ def loss(
     total = torch.stack(list(fvu.values())).sum()
     # Matryoshka: each prefix of the features must reconstruct alone, with the same biases.
     for size in settings.prefixes:
-        part = {layer: a * (torch.arange(settings.features) < size) for layer, a in active.items()}
-        shorter = model.decode(part, inputs)
-        total = total + torch.stack([(shorter[m] - outputs[m]).square().mean() for m in shorter]).sum()
+        is_in_prefix = torch.arange(settings.features) < size
+        rebuilt_by_prefix = model.decode({layer: a * is_in_prefix for layer, a in active.items()}, inputs)
+        prefix_errors = [(y - outputs[layer]).square().mean() for layer, y in rebuilt_by_prefix.items()]
+        total = total + torch.stack(prefix_errors).sum()
     penalty = auxiliary = torch.zeros(())
     if not settings.is_top:
         penalty = pressure * sum(
@@ -93,7 +94,7 @@ def loss(
 
 
 def _activate(model: DictionaryModel, layer: int, pre: Tensor, k: int) -> Tensor:
-    """Activations of one layer in training [batch, feature]."""
+    """Activations [batch, feature] of one layer in training, from its pre-activations."""
     settings = model.settings
     if settings.activation == "relu":
         return pre.relu()
@@ -107,7 +108,7 @@ def _activate(model: DictionaryModel, layer: int, pre: Tensor, k: int) -> Tensor
 
 
 def _is_largest(pre: Tensor, k: int) -> Tensor:
-    """Mask of the k largest values of each row."""
+    """Boolean mask [batch, feature] of the k largest values of each row."""
     if k >= pre.shape[1]:
         return torch.ones_like(pre, dtype=torch.bool)
     indices = pre.topk(k, dim=1).indices
@@ -115,13 +116,13 @@ def _is_largest(pre: Tensor, k: int) -> Tensor:
 
 
 def _batch_top(model: DictionaryModel, layer: int, a: Tensor, k: int) -> Tensor:
-    """The batch's largest activations, k per row on average; updates the running threshold."""
+    """Keep the k * batch largest activations of the batch, and update the layer's running threshold."""
     values = a.detach()
-    count = k * len(values)
+    n_kept = k * len(values)
     # Otherwise there are no more than k per row, and all are kept.
-    if count < values.numel():
-        # kthvalue counts from below; a selection is all that is needed, no order.
-        cutoff = values.flatten().kthvalue(values.numel() - count + 1).values
+    if n_kept < values.numel():
+        # kthvalue counts from below; it selects without sorting.
+        cutoff = values.flatten().kthvalue(values.numel() - n_kept + 1).values
         a = a * (values >= cutoff)
     positive = a.detach()[a.detach() > 0]
     # A batch without active features says nothing about the threshold.
@@ -132,7 +133,7 @@ def _batch_top(model: DictionaryModel, layer: int, a: Tensor, k: int) -> Tensor:
 
 
 def _penalty(model: DictionaryModel, layer: int, pre: Tensor, a: Tensor, dead: Tensor) -> Tensor:
-    """Sparsity penalty of one layer, mean over rows."""
+    """Sparsity penalty of one layer, averaged over the rows of the batch, a scalar."""
     settings, norms = model.settings, model.norms(layer)
     if settings.penalty == "step":
         costs = step_function(pre, model.threshold(layer), settings.bandwidth)
@@ -143,8 +144,8 @@ def _penalty(model: DictionaryModel, layer: int, pre: Tensor, a: Tensor, dead: T
     cost = settings.sparsity * costs.sum(1).mean()
     if settings.activation == "jumprelu" and settings.dead_penalty and bool(dead.any()):
         # Pulls pre-activations of dead features up to the threshold, in proportion to the distance.
-        short = (model.threshold(layer) - pre).relu() * norms * dead
-        cost = cost + settings.dead_penalty * short.sum(1).mean()
+        distance = (model.threshold(layer) - pre).relu() * norms * dead
+        cost = cost + settings.dead_penalty * distance.sum(1).mean()
     return cost
 
 
@@ -154,29 +155,32 @@ def _auxiliary(
     errors: Mapping[int, Tensor],
     dead: Mapping[int, Tensor],
 ) -> Tensor:
-    """AuxK: squared error per entry, in units of variance, of dead features as a reconstruction of the error.
+    """AuxK loss: how badly dead features alone reconstruct the error that the live features leave.
 
-    min(d_in / 2, number of dead features) of them are active per row and layer; the loss is scaled down if
-    fewer than d_in / 2 are dead.
+    Squared error per entry, summed over written layers (1: the variance of the data). At most d_in / 2 dead
+    features are active per row and layer; with fewer dead ones the loss is scaled down.
     """
-    half = max(1, model.d_in // 2)
-    revived, counts = {}, []
+    most_active = max(1, model.d_in // 2)
+    revived, n_dead = {}, []
     for layer, p in pre.items():
-        count = int(dead[layer].sum())
-        counts.append(count)
-        if count:
-            masked = p.masked_fill(~dead[layer], -torch.inf)
-            revived[layer] = torch.where(_is_largest(masked, min(half, count)), p, 0.0)
+        n_dead.append(int(dead[layer].sum()))
+        if n_dead[-1]:
+            dead_only = p.masked_fill(~dead[layer], -torch.inf)
+            revived[layer] = torch.where(_is_largest(dead_only, min(most_active, n_dead[-1])), p, 0.0)
     rebuilt = model.decode(revived)
-    # Plus, because error = reconstruction - target: dead features should write its negative.
-    parts = [(rebuilt[m] + errors[m].detach()).square().mean() for m in rebuilt]
+    # Plus, because errors are reconstruction - target: dead features should write their negative.
+    parts = [(rebuilt[layer] + errors[layer].detach()).square().mean() for layer in rebuilt]
     # Fewer dead features than d_in / 2 cannot explain the whole error, so the loss is scaled down.
-    return torch.stack(parts).sum() * min(1.0, max(counts) / half)
+    return torch.stack(parts).sum() * min(1.0, max(n_dead) / most_active)
 
 
 class _JumpReLU(torch.autograd.Function):
-    """p where p > threshold. The gradient passes to p where p > threshold; to the threshold it is -(threshold
-    / width) in a band of that width around it (Rajamanoharan et al. 2024, eq. 11)."""
+    """JumpReLU (p where p > threshold, else 0) with a straight-through gradient to the threshold.
+
+    The gradient to p is 1 where p > threshold; the gradient to the threshold is -(threshold / width) in a
+    band
+    of that width around it (Rajamanoharan et al. 2024, eq. 11).
+    """
 
     @staticmethod
     def forward(ctx: Any, pre: Tensor, threshold: Tensor, width: float) -> Tensor:
@@ -193,8 +197,11 @@ class _JumpReLU(torch.autograd.Function):
 
 
 class _Step(torch.autograd.Function):
-    """1 where p > threshold. The gradient to the threshold is -1 / width in a band of that width around it;
-    there is none to p (Rajamanoharan et al. 2024, eq. 12)."""
+    """Step function (1 where p > threshold, else 0) with a straight-through gradient to the threshold.
+
+    The gradient to the threshold is -1 / width in a band of that width around it; there is no gradient to p
+    (Rajamanoharan et al. 2024, eq. 12).
+    """
 
     @staticmethod
     def forward(ctx: Any, pre: Tensor, threshold: Tensor, width: float) -> Tensor:

@@ -30,12 +30,12 @@ __all__ = ["Normaliser", "DictionaryModel"]
 
 @dataclass(frozen=True, eq=False)
 class Normaliser:
-    """(x - mean) * scale: rows with mean 0 and mean squared entry 1."""
+    """Function (x - mean) * scale that gives activations mean 0 and mean squared entry 1."""
 
     mean: Tensor
     """Mean row, float32 [width]."""
     scale: float | Tensor
-    """One factor for all entries; for joined hook points [width]."""
+    """One factor for all entries; a factor per entry [width] if several hook points are concatenated."""
 
     @classmethod
     def of(cls, statistics: RowStatistics) -> Normaliser:
@@ -45,25 +45,25 @@ class Normaliser:
 
     @classmethod
     def joined(cls, statistics: Sequence[RowStatistics]) -> Normaliser:
-        """The normaliser of several hook points joined to one row, each scaled separately."""
+        """The normaliser of several hook points concatenated to one row, each with its own scale."""
         parts = [cls.of(hook_statistics) for hook_statistics in statistics]
         scales = [torch.full_like(part.mean, float(part.scale)) for part in parts]
         return cls(torch.cat([part.mean for part in parts]), torch.cat(scales))
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Rows as the model reads them."""
+        """Normalised activations [row, width]."""
         return (rows - self.mean) * self.scale
 
 
 class DictionaryModel(nn.Module):
-    """Features that read some layers and write to some; see the module's docstring.
+    """A dictionary in training: parameters of all layers, and the arithmetic on normalised activations.
 
     Arguments:
         settings: Settings of the training.
-        read: Normaliser of the rows of each layer that is read.
-        write: Normaliser of the rows of each layer that is written.
+        read: Normaliser of the activations of each layer that is read.
+        write: Normaliser of the activations of each layer that is written.
         seed: Seed of the initial weights.
-        widths: Widths of the places joined to one row (crosscoder).
+        widths: Widths of the hook points that a crosscoder concatenates to one row; empty for other kinds.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class DictionaryModel(nn.Module):
         self.d_out = len(next(iter(write.values())).mean)
         # A generator of its own: the global random state of torch is neither used nor changed.
         generator = torch.Generator().manual_seed(seed)
-        count = settings.features
+        n_features = settings.features
         self.W_enc, self.b_enc, self.W_dec = nn.ParameterDict(), nn.ParameterDict(), nn.ParameterDict()
         self.b_dec, self.W_skip, self.log_threshold = (
             nn.ParameterDict(),
@@ -92,16 +92,20 @@ class DictionaryModel(nn.Module):
         )
         for layer in self.layers:
             name = str(layer)
-            decoder = _unit(torch.randn(count, len(self.targets(layer)), self.d_out, generator=generator))
+            decoder = _unit(
+                torch.randn(n_features, len(self.targets(layer)), self.d_out, generator=generator)
+            )
             # Autoencoders start with equal encoder and decoder (Gao et al. 2024); transcoders cannot.
             tied = settings.is_autoencoder
-            encoder = decoder[:, 0].clone() if tied else torch.randn(count, self.d_in, generator=generator)
+            encoder = (
+                decoder[:, 0].clone() if tied else torch.randn(n_features, self.d_in, generator=generator)
+            )
             self.W_enc[name] = encoder if tied else _unit(encoder)
-            self.b_enc[name] = torch.zeros(count)
+            self.b_enc[name] = torch.zeros(n_features)
             self.W_dec[name] = decoder
             if settings.activation == "jumprelu":
                 # The logarithm keeps thresholds positive under gradient steps.
-                self.log_threshold[name] = torch.full((count,), settings.threshold).log()
+                self.log_threshold[name] = torch.full((n_features,), settings.threshold).log()
             if settings.skip:
                 self.W_skip[name] = torch.zeros(self.d_out, self.d_in)
         for layer in self.write:
@@ -117,14 +121,14 @@ class DictionaryModel(nn.Module):
 
     @torch.no_grad()
     def start_from(self, inputs: Mapping[int, Tensor], outputs: Mapping[int, Tensor]) -> None:
-        """Initialise weights from samples: feature i of a layer reads the direction of row i, and writes the
-        direction of the outputs at the same token.
+        """Initialise feature i with the activations of token i: it reads the input's direction and writes the
+        output's.
 
         Features beyond the number of rows keep their random weights.
 
         Arguments:
-            inputs: Rows [row, width] as stored, by layer that is read.
-            outputs: Rows at the same tokens, by layer that is written.
+            inputs: Activations [row, width] as stored, by layer that is read.
+            outputs: Activations of the same tokens, by layer that is written.
         """
         for layer in self.layers:
             name = str(layer)
@@ -141,25 +145,25 @@ class DictionaryModel(nn.Module):
 
         Arguments:
             layer: Layer that is read.
-            x: Scaled rows [batch, d_in].
+            x: Normalised activations [batch, d_in].
         """
         pre: Tensor = nn.functional.linear(x, self.W_enc[str(layer)], self.b_enc[str(layer)])
         return pre
 
     def threshold(self, layer: int) -> Tensor:
-        """JumpReLU threshold [feature] in training."""
+        """Current JumpReLU threshold [feature] of a layer."""
         threshold: Tensor = self.log_threshold[str(layer)].exp()
         return threshold
 
     def decode(
         self, activations: Mapping[int, Tensor], inputs: Mapping[int, Tensor] | None = None
     ) -> dict[int, Tensor]:
-        """Reconstructions: target -> scaled rows [batch, d_out].
+        """Reconstruction of each written layer, normalised [batch, d_out].
 
         Arguments:
-            activations: Activations [batch, feature] by layer.
-            inputs: Scaled rows by layer, for the linear part; None for the features' contributions only,
-                without biases.
+            activations: Feature activations [batch, feature] by layer.
+            inputs: Normalised inputs by layer, for the skip connection. None: only what the features write,
+                without biases and skip connection.
         """
         written: dict[int, Tensor] = {}
         for layer, a in activations.items():
@@ -176,13 +180,15 @@ class DictionaryModel(nn.Module):
         }
 
     def _finished(self, target: int, contribution: Tensor, inputs: Mapping[int, Tensor]) -> Tensor:
-        """Reconstruction of one target: contributions, bias and linear part."""
+        """Reconstruction of one written layer: what the features write, plus bias and skip connection."""
         out: Tensor = contribution + self.b_dec[str(target)]
         return out + inputs[target] @ self.W_skip[str(target)].T if self.settings.skip else out
 
     def norms(self, layer: int) -> Tensor:
-        """Decoder norm of each feature over all targets [feature]; of a crosscoder the sum of the norms at
-        its places (Lindsey et al. 2024, "Sparse Crosscoders")."""
+        """Decoder norm [feature] over all targets; for a crosscoder the sum of the norms at its hook points.
+
+        The sum is that of Lindsey et al. 2024, "Sparse Crosscoders".
+        """
         rows: Tensor = self.W_dec[str(layer)].flatten(1)
         parts = rows.split(self.widths, dim=1) if self.widths else (rows,)
         norms: Tensor = torch.stack([part.norm(dim=1) for part in parts]).sum(0)
@@ -192,13 +198,13 @@ class DictionaryModel(nn.Module):
 
     @torch.no_grad()
     def keep_norms(self) -> None:
-        """Rescale decoder rows to norm 1."""
+        """Rescale the decoder row of every feature, over all targets, to norm 1."""
         for decoder in self.W_dec.values():
             decoder.copy_(_unit(decoder))
 
     @torch.no_grad()
     def remove_parallel_gradients(self) -> None:
-        """Remove the gradient component parallel to each decoder row, which only changes its norm."""
+        """Remove the part of each decoder row's gradient that would only change the norm of the row."""
         for decoder in self.W_dec.values():
             assert decoder.grad is not None
             rows, slope = decoder.flatten(1), decoder.grad.flatten(1)
@@ -208,7 +214,7 @@ class DictionaryModel(nn.Module):
     # -- export
 
     def activation(self, layer: int) -> Activation:
-        """The activation function of the exported dictionary."""
+        """Activation function that the finished dictionary has in a layer."""
         if self.settings.activation == "relu":
             return ReLU()
         if self.settings.activation == "topk":
@@ -220,7 +226,7 @@ class DictionaryModel(nn.Module):
 
     @torch.no_grad()
     def folded(self, layer: int) -> LayerFeatures:
-        """The features of a layer for rows as stored: scales and means are folded into the weights; float32.
+        """The features of a layer for activations as stored, float32: normalisers are folded into weights.
 
         Activations equal those of training, because only the vectors that are read and written are rescaled.
         """

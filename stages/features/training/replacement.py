@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["ReconstructionRuns", "replacement_loss"]
 
 ALL = "all"
-"""Label of the place "all written layers together"."""
+"""Label on the axis `place` for the replacement of all written layers together."""
 _VARIANTS = ("replaced", "zero", "mean")
 
 
@@ -56,16 +56,16 @@ def replacement_loss(
     skip_positions: int = 1,
     batch_tokens: int = 4096,
 ) -> xr.Dataset:
-    """Loss of the model with its activations replaced, in nats per token.
+    """Loss in nats per token of a model whose activations are replaced by a dictionary's reconstructions.
 
     Arguments:
         model: The model.
         layers: Features by layer.
         read: Hook kind that features read.
-        write: Hook kind that they write to.
+        write: Hook kind that features write to.
         prompts: Token ids of each prompt.
-        skip_positions: Number of first tokens of each prompt that are not replaced.
-        batch_tokens: Number of tokens per forward pass.
+        skip_positions: Number of positions at the start of each prompt that are not replaced.
+        batch_tokens: Number of tokens of a forward pass.
 
     Returns:
         ce, kl [place, way], way "replaced", "zero" or "mean"; ce_clean of the unchanged model; ce_recovered,
@@ -79,7 +79,10 @@ def replacement_loss(
     runs = ReconstructionRuns(model, dict(sorted(layers.items())), read, write, skip_positions)
     batches = list(_batches(prompts, skip_positions, batch_tokens))
     if not batches:
-        raise PromptError(f"expected prompts longer than {skip_positions + 1} tokens, found none")
+        raise PromptError(
+            f"expected prompts longer than {skip_positions + 1} tokens, because the first {skip_positions} "
+            "are not replaced, found none; give longer prompts"
+        )
     means = runs.means(batches)
     places = [ALL, *map(str, runs.layers)]
     ce, kl = (np.zeros((len(places), len(_VARIANTS))) for _ in range(2))
@@ -118,14 +121,16 @@ def replacement_loss(
 
 
 class ReconstructionRuns:
-    """Runs of a model with a dictionary's reconstructions in place of its activations.
+    """Makes interventions that replace a model's activations by a dictionary's reconstructions.
+
+    "Counted positions" are those after the first `skip` of each prompt.
 
     Arguments:
         model: The model.
         layers: Features by layer.
         read: Hook kind that features read.
-        write: Hook kind that they write to.
-        skip: Number of first positions that keep their activations.
+        write: Hook kind that features write to.
+        skip: Number of positions at the start of each prompt that keep their activations.
     """
 
     def __init__(
@@ -137,17 +142,17 @@ class ReconstructionRuns:
 
     @plain_torch()
     def log_probabilities(self, cache: HookCache) -> Tensor:
-        """Log-probabilities of next tokens [prompt, position, vocab], at the counted positions."""
+        """Log-probabilities [prompt, position, vocab] of the next token at counted positions but the last."""
         logits = cache.logits
         assert logits is not None
         return logits[:, self.skip : -1].float().log_softmax(-1)
 
     @plain_torch()
     def cross_entropy(self, log_probabilities: Tensor, ids: list[list[int]]) -> float:
-        """Cross-entropy in nats, summed over prompts and positions.
+        """Cross-entropy of the actual next tokens in nats, summed over prompts and positions.
 
         Arguments:
-            log_probabilities: Log-probabilities of next tokens [prompt, position, vocab].
+            log_probabilities: Result of the method of this name.
             ids: Token ids of prompts of equal length.
         """
         # The log-probabilities at position p are of the token at p + 1.
@@ -156,7 +161,11 @@ class ReconstructionRuns:
 
     @plain_torch()
     def means(self, batches: Sequence[list[list[int]]]) -> dict[int, Tensor]:
-        """Mean activation at every written hook point, over all counted positions."""
+        """Mean activation [width] at every written hook point over all counted positions, by layer.
+
+        Arguments:
+            batches: Batches of prompts of equal length, as token ids.
+        """
         sums: dict[int, Tensor] = {}
         count = 0
         for ids in batches:
@@ -170,10 +179,10 @@ class ReconstructionRuns:
     def ablated(
         self, replaced_layers: Sequence[int], ids: list[list[int]], means: Mapping[int, Tensor] | None
     ) -> HookSpec:
-        """Intervention that sets the activations where layers write to zero, or to means.
+        """Intervention that sets the activations at written hook points to zero, or to their means.
 
         Arguments:
-            replaced_layers: The layers.
+            replaced_layers: Layers whose written hook points are set.
             ids: Token ids of prompts of equal length.
             means: Mean activation by layer; None for zeros.
         """
@@ -196,10 +205,10 @@ class ReconstructionRuns:
         return HookSpec().intervene(*self._change(layer, self._finished(layer, rebuilt, clean), Replace))
 
     def closed_loop(self, ids: list[list[int]]) -> HookSpec:
-        """Intervention that replaces all layers, each reconstructed from a model in which the lower ones are
-        replaced.
+        """Intervention that replaces all layers; each reconstruction sees the replacement of lower layers.
 
-        ids: prompts of equal length.
+        Arguments:
+            ids: Token ids of prompts of equal length.
         """
         spec = HookSpec()
         for layer, rebuilt, _ in self._loop(ids):
@@ -207,8 +216,13 @@ class ReconstructionRuns:
         return spec
 
     def errors(self, ids: list[list[int]]) -> dict[int, Tensor]:
-        """Reconstruction minus actual activation of each layer in the closed loop, where the layers below are
-        replaced: float32 [prompt, counted position, width], by layer."""
+        """Reconstruction minus activation where all lower layers are replaced, by layer.
+
+        float32 [prompt, counted position, width].
+
+        Arguments:
+            ids: Token ids of prompts of equal length.
+        """
         differences = {}
         for layer, rebuilt, cache in self._loop(ids, *self.write_points.values()):
             actual = self._rows(self.write_points[layer], cache).float()
@@ -223,10 +237,11 @@ class ReconstructionRuns:
         return spec
 
     def _loop(self, ids: list[list[int]], *captured: HookPoint) -> Iterator[tuple[int, Tensor, HookCache]]:
-        """Yield (layer, its reconstruction, the pass it was computed from), lowest layer first.
+        """Yield (layer, its reconstruction, the forward pass it was computed from), lowest layer first.
 
-        Each reconstruction is in place while the next is computed. The pass also captures those of the
-        further hook points that belong to the layer.
+        Each reconstruction is in place while the next layer is computed. `captured`: hook points that the
+        pass
+        of their layer captures as well.
         """
         active: dict[int, Tensor] = {}
         spec = HookSpec()
@@ -240,7 +255,7 @@ class ReconstructionRuns:
             yield layer, rebuilt, cache
 
     def _encoded(self, layer: int, cache: HookCache) -> Tensor:
-        """Activations of one layer's features [prompt, counted position, feature]."""
+        """Feature activations [prompt, counted position, feature] of one layer."""
         return self.layers[layer].encode(self._states(layer, cache))
 
     def _states(self, layer: int, cache: HookCache) -> Tensor:
@@ -248,7 +263,7 @@ class ReconstructionRuns:
         return self._rows(self.read_points[layer], cache)
 
     def _rows(self, point: HookPoint, cache: HookCache) -> Tensor:
-        """Activations [prompt, counted position, width], heads side by side."""
+        """Captured activations [prompt, counted position, width] at a hook point, heads concatenated."""
         states = cache[point]
         # [prompt, head, position, d_head]: features read the heads of a position side by side.
         if "d_head" in point.dims:
@@ -256,7 +271,7 @@ class ReconstructionRuns:
         return states[:, self.skip :]
 
     def _decoded(self, active: Mapping[int, Tensor], target: int) -> Tensor:
-        """Sum of what the features of all layers write to one layer."""
+        """Sum [prompt, counted position, d_out] of what the features of all layers write to `target`."""
         parts = [
             self.layers[layer].decode(a, target)
             # A CLT's output at a layer also sums the features of lower layers.
@@ -266,13 +281,16 @@ class ReconstructionRuns:
         return torch.stack(parts).sum(0)
 
     def _finished(self, layer: int, rebuilt: Tensor, cache: HookCache) -> Tensor:
-        """Reconstruction of one layer: contributions with bias, scale and skip."""
+        """Reconstruction of one layer: what features write, with bias, scale and skip connection."""
         return self.layers[layer].finish(rebuilt, self._states(layer, cache))
 
     def _change(
         self, layer: int, value: Tensor, change: type[Add] | type[Replace]
     ) -> tuple[HookPoint, Intervention]:
-        """Intervention with a value [prompt, counted position, width] where a layer writes."""
+        """Hook point that a layer writes, and the intervention that adds or sets `value` there.
+
+        `value` is [prompt, counted position, width].
+        """
         point = self.write_points[layer]
         if "d_head" in point.dims:
             heads = self.model.config.axis_sizes[point.dims[1]]
@@ -282,8 +300,7 @@ class ReconstructionRuns:
 
 
 def _batches(prompts: Sequence[Sequence[int]], skip: int, batch_tokens: int) -> Iterator[list[list[int]]]:
-    """Batches of prompts of equal length with about `batch_tokens` tokens; prompts without a counted
-    prediction are left out."""
+    """Batches of about `batch_tokens` tokens, of prompts of equal length longer than skip + 1 tokens."""
     by_length: dict[int, list[list[int]]] = defaultdict(list)
     for ids in prompts:
         if len(ids) > skip + 1:

@@ -22,14 +22,14 @@ CellT = TypeVar("CellT", bound="Cell")
 
 @dataclass(frozen=True, eq=False)
 class RowStatistics:
-    """Statistics of one hook point over some rows."""
+    """Mean, variance and norms of the activations at one hook point, over rows [row, width]."""
 
     count: int
     """Number of rows."""
     mean: Tensor
     """Mean row, float64 [width]."""
     variance: float
-    """Total variance: mean squared distance from the mean row."""
+    """Total variance: mean squared Euclidean distance of a row from the mean row."""
     norm: float
     """Mean Euclidean norm of a row."""
     max_norm: float
@@ -62,10 +62,16 @@ class RowStatistics:
 
 
 def moments(blocks: Iterable[Mapping[CellT, Tensor]]) -> dict[CellT, RowStatistics]:
-    """Statistics of every cell over all blocks; each block maps cells to rows [row, width]."""
+    """Statistics of each hook point over all blocks of rows.
+
+    Arguments:
+        blocks: Blocks of rows [row, width], by (hook kind, layer).
+    """
     statistics: dict[CellT, RowStatistics] = {}
     for block in blocks:
-        for cell, rows in block.items():
+        for hook_cell, rows in block.items():
             block_statistics = RowStatistics.of(rows)
-            statistics[cell] = statistics[cell] + block_statistics if cell in statistics else block_statistics
+            statistics[hook_cell] = (
+                statistics[hook_cell] + block_statistics if hook_cell in statistics else block_statistics
+            )
     return statistics

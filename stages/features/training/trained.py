@@ -1,4 +1,4 @@
-"""A dictionary in memory made of newly trained features: for use, measurements and export.
+"""Newly trained features as a `Dictionary` in memory, for use, measurements and export.
 
 Border: features by layer and their settings; export.py writes files.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "as_dictionary"]
 
 FORMATS = {"sae": "saelens", "plt": "circuit_tracer", "clt": "circuit_tracer"}
-"""Export format for each kind, able to express every dictionary that training makes."""
+"""For each kind of dictionary, an export format that can hold whatever training makes."""
 
 
 def as_dictionary(
@@ -32,12 +32,12 @@ def as_dictionary(
     *,
     model_name: str | None,
 ) -> Dictionary:
-    """Trained features as a dictionary; its identity is the digest of weights and hook points.
+    """Trained features as a `Dictionary`, whose identity is a digest of the weights and hook points.
 
     Arguments:
-        layers: Features by layer, from `Training.layers`.
+        layers: Trained features by layer, from `Training.layers`.
         settings: Settings of the training.
-        model_name: Name of the model whose activations were used.
+        model_name: Name of the model whose activations it was trained on; None if unknown.
     """
     features = next(iter(layers.values()))
     layout = DictionaryLayout(
@@ -58,7 +58,8 @@ def as_dictionary(
     def content() -> dict[str, dict[str, dict[str, str]]]:
         return {
             "weights": {
-                str(layer): _content(layer_features) for layer, layer_features in sorted(layers.items())
+                str(layer): _weight_digests(layer_features)
+                for layer, layer_features in sorted(layers.items())
             }
         }
 
@@ -66,8 +67,8 @@ def as_dictionary(
     return Dictionary(DictionaryFiles("trained", Path()), layout, layers.__getitem__, content)
 
 
-def _content(features: LayerFeatures) -> dict[str, str]:
-    """Digest of every tensor of a layer, and a text for its activation function."""
+def _weight_digests(features: LayerFeatures) -> dict[str, str]:
+    """Digest of every tensor of a layer by name; "activation" is a text with its class and its numbers."""
     tensors: dict[str, Tensor | None] = {"W_enc": features.W_enc, "b_enc": features.b_enc}
     tensors |= {"b_dec": features.b_dec, "W_skip": features.W_skip}
     tensors |= {f"W_dec.{target}": rows for target, rows in features.W_dec.items()}

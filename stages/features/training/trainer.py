@@ -49,7 +49,7 @@ __all__ = ["Source", "Training"]
 Source = StoredActivations | EndToEnd | SideBySide
 
 STATISTICS = 1 << 18
-"""Number of tokens, spread over all, from which means and scales are computed."""
+"""Number of tokens, spread evenly over the data, from which means and scales are computed."""
 SETTLING = 1 << 23
 """Number of pre-activations of a layer from which the final thresholds of batchtopk are computed."""
 VALIDATION = 1 << 15
@@ -57,16 +57,16 @@ VALIDATION = 1 << 15
 
 
 class Training:
-    """A training in a folder, new or resumed. Nothing is written before the first step.
+    """A training of a dictionary in a folder, new or resumed. Nothing is written before the first step.
 
     Arguments:
-        settings: Settings; `settings.validation` of the prompts are held out.
+        settings: Settings of the training.
         source: Stored activations: a run, several runs of one model in sequence, or for a crosscoder runs of
             several models on the same tokens.
-        folder: Folder of checkpoint and log.
-        log_every: Steps between lines of the log; like the next two, without effect on the result.
-        validate_every: Steps between measurements on held-out prompts.
-        save_every: Steps between checkpoints.
+        folder: Folder of the checkpoint and the log.
+        log_every: Number of steps between lines of the log.
+        validate_every: Number of steps between measurements on held-out prompts.
+        save_every: Number of steps between checkpoints.
 
     Raises:
         ConfigError: Settings do not fit the data, or the folder holds another training.
@@ -91,7 +91,7 @@ class Training:
         self.places: tuple[Cell, ...] = ()
         if settings.kind == "crosscoder":
             self.places = _places(settings, source, self.layer_numbers)
-            # All places are joined to one row, which the model treats as layer 0.
+            # The states at all hook points are concatenated; the model treats them as layer 0.
             self.layer_numbers = (0,)
         reads = [(settings.read, layer) for layer in self.layer_numbers]
         writes = [(settings.writes, layer) for layer in self.layer_numbers]
@@ -122,15 +122,15 @@ class Training:
 
     @property
     def layers(self) -> dict[int, LayerFeatures]:
-        """The features of each layer, for activations as stored; float32."""
+        """The trained features by layer, float32, which apply to activations as stored."""
         return {layer: self.model.folded(layer) for layer in self.model.layers}
 
     def rows(self, source: Source) -> TokenRows:
-        """Rows in the model's input form; a crosscoder reads all places joined to one row."""
+        """Activations of a source token by token; for a crosscoder, those of all hook points concatenated."""
         return Joined(source, {(self.settings.read, 0): self.places}) if self.places else source
 
     def measured(self, source: Source, *, max_rows: int | None = None) -> xr.Dataset:
-        """Figures of `evaluate.measure` on a source.
+        """Quality of the features on stored activations, as `evaluate.measure` returns it.
 
         Arguments:
             source: Stored activations.
@@ -140,7 +140,11 @@ class Training:
         return measure(self.layers, _first(self._blocks(source), max_rows), settings.read, settings.writes)
 
     def crosscoder(self, models: Sequence[str]) -> Crosscoder:
-        """The trained crosscoder. models: name of each run's model, in order."""
+        """The trained crosscoder.
+
+        Arguments:
+            models: Name of the model of each run in the source, in order.
+        """
         scale = self.model.read[0].scale
         assert isinstance(scale, Tensor)
         width = len(scale) // len(self.places)
@@ -156,7 +160,7 @@ class Training:
 
     @steps_in_plain_torch
     def states(self, source: Source) -> Iterator[Tensor]:
-        """Blocks of rows [row, place, width] of a source, for measuring a crosscoder."""
+        """Blocks of states [row, place, width] of a source, on which a crosscoder can be measured."""
         for block in self._blocks(source):
             yield block[self.cells[0]].unflatten(1, (len(self.places), -1))
 
@@ -166,10 +170,10 @@ class Training:
     def run(
         self, *, advance: Callable[[int], None] = lambda _: None, stop: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Run the remaining steps; a checkpoint is saved in any case.
+        """Run the remaining steps, or until `stop`; a checkpoint is saved at the end.
 
         Arguments:
-            advance: Called after each step with its number of tokens.
+            advance: Called after each step with the number of its tokens.
             stop: Called after each step; the training stops if it returns true.
 
         Returns:
@@ -217,12 +221,12 @@ class Training:
 
     @cached_property
     def _batches(self) -> Batches:
-        """Batches of the steps; batch n belongs to step n."""
+        """Shuffled batches of the training data; batch n belongs to step n."""
         settings = self.settings
         return self._shuffled(batch=settings.batch, window=settings.window, seed=settings.seed)
 
     def _blocks(self, source: Source) -> Iterator[dict[VariableLayer, Tensor]]:
-        """Iterate over a source's rows in store order, without the excluded positions and tokens."""
+        """Blocks of a source's activations in store order, without the excluded positions and tokens."""
         settings = self.settings
         counted = source.leaving_out(positions=settings.skip_positions, tokens=settings.without)
         return every(self.rows(counted), self.cells, block=settings.block)
@@ -254,8 +258,8 @@ class Training:
         # Checked before the step, so that NaN never reaches the weights or the checkpoint.
         if not bool(step_loss.total.isfinite()):
             raise ConfigError(
-                f"the loss of step {self.step} is not finite; the last checkpoint is kept. Train with a "
-                f"learning rate lower than lr={settings.rate:.2g}"
+                f"the training loss of step {self.step} is infinite or NaN, and the last checkpoint is kept; "
+                f"train with a learning rate lower than lr={settings.rate:.2g}"
             )
         self.optimiser.zero_grad(set_to_none=True)
         step_loss.total.backward()
@@ -288,7 +292,8 @@ class Training:
             rows = model.read[layer](torch.cat([block[settings.read, layer] for block in blocks]))
             values = model.preactivations(layer, rows).relu().flatten()
             n_active = settings.k * len(rows)
-            if n_active < len(values):  # JumpReLU keeps the values above this one
+            if n_active < len(values):
+                # JumpReLU keeps the values above this one, which are the n_active largest.
                 model.running[layer] = float(values.kthvalue(len(values) - n_active).values)
             else:
                 model.running[layer] = 0.0
@@ -340,7 +345,10 @@ class Training:
         widths = tuple(self.source.width(place) for place in self.places)
         # `Crosscoder` has one tensor for all places.
         if len(set(widths)) > 1:
-            raise ConfigError(f"expected places of one width, found {sorted(set(widths))}; choose others")
+            raise ConfigError(
+                "expected hook points of one width for a crosscoder, found widths "
+                f"{sorted(set(widths))}; choose other layers, or models of equal width"
+            )
         self.model = DictionaryModel(settings, read, write, seed=settings.seed, widths=widths)
         self.optimiser = torch.optim.Adam(
             self.model.parameters(), lr=settings.rate, betas=(0.9, 0.999), eps=1e-8
@@ -368,7 +376,7 @@ class Training:
         return read, write
 
     def _moments(self) -> dict[Cell, RowStatistics]:
-        """Statistics of blocks spread evenly over the training data."""
+        """Mean and variance at each hook point, from blocks spread evenly over the training data."""
         settings = self.settings
         # Every apart-th block: neighbouring tokens are correlated, so blocks are spread over the corpus.
         apart = max(1, self.source.count() // STATISTICS)
@@ -376,12 +384,16 @@ class Training:
         statistics = moments(every(self.source, read, block=settings.block, apart=apart))
         if not statistics:
             raise ConfigError(
-                f"expected tokens after the first {settings.skip_positions} of each prompt, found none"
+                f"expected prompts with tokens after the first skip_positions={settings.skip_positions}, "
+                "found none to train on; use longer prompts"
             )
         return statistics
 
     def _samples(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """One row per feature for the initial weights, drawn in a shuffled order with its own seed."""
+        """Inputs and outputs of as many random tokens as there are features, by layer [row, width].
+
+        They are the initial weights. The draw has a seed of its own.
+        """
         settings = self.settings
         size = min(settings.features, self.source.count())
         batches = self._shuffled(
@@ -397,7 +409,7 @@ class Training:
 def _first(
     blocks: Iterable[dict[VariableLayer, Tensor]], max_rows: int | None
 ) -> Iterator[dict[VariableLayer, Tensor]]:
-    """Yield blocks until `max_rows` rows are reached; None yields all blocks."""
+    """Yield blocks until they have `max_rows` rows in all; None yields all blocks."""
     n_rows = 0
     for block in blocks:
         yield block
@@ -407,7 +419,7 @@ def _first(
 
 
 def schedule(step: int, settings: TrainingSettings) -> float:
-    """Share of the peak learning rate: linear warm-up, plateau at 1, linear decay to 0.
+    """Learning rate of a step as a share of its peak: linear warm-up, plateau at 1, linear decay to 0.
 
     Arguments:
         step: Number of the step, from 0.
@@ -421,7 +433,7 @@ def schedule(step: int, settings: TrainingSettings) -> float:
 
 
 def active_count(step: int, settings: TrainingSettings, d_in: int) -> int:
-    """k of a step: falls linearly from min(features, 10 d_in) to its value over the annealing.
+    """Number k of active features in a step; falls linearly from min(features, 10 d_in) to `settings.k`.
 
     Arguments:
         step: Number of the step, from 0.
@@ -434,7 +446,7 @@ def active_count(step: int, settings: TrainingSettings, d_in: int) -> int:
 
 
 def pressure(step: int, settings: TrainingSettings) -> float:
-    """Share of the sparsity penalty in force: rises linearly from 0 to 1 over the annealing.
+    """Factor of the sparsity penalty in a step, which rises linearly from 0 to 1 while annealing lasts.
 
     Arguments:
         step: Number of the step, from 0.
@@ -445,7 +457,7 @@ def pressure(step: int, settings: TrainingSettings) -> float:
 
 
 def _places(settings: TrainingSettings, source: Source, layers: Sequence[int]) -> tuple[Cell, ...]:
-    """Hook points of a crosscoder: the layers, of each model if there are several."""
+    """Hook points of a crosscoder as (kind, layer), or (kind, layer, run) if there are several models."""
     if isinstance(source, SideBySide):
         runs = range(len(source.runs))
         return tuple((settings.read, layer, run) for run in runs for layer in layers)
@@ -453,17 +465,20 @@ def _places(settings: TrainingSettings, source: Source, layers: Sequence[int]) -
 
 
 def _layers(settings: TrainingSettings, source: Source) -> tuple[int, ...]:
-    """Training layers: configured layers, or all layers with both hook points stored."""
+    """Layers to train on: those in the settings, else all whose hook points are both stored."""
     both = set(source.layers(settings.read)) & set(source.layers(settings.writes))
     layers = tuple(sorted(set(settings.layers))) if settings.layers is not None else tuple(sorted(both))
     if not layers:
+        points = (
+            settings.read if settings.read == settings.writes else f"{settings.read} and {settings.writes}"
+        )
         raise ConfigError(
-            f"expected layers of which {settings.read} and {settings.writes} are stored, found none; capture "
-            "them"
+            f"expected stored activations of {points} to train on, found none in any layer; capture them "
+            "first"
         )
     if settings.kind in ("plt", "clt") and layers != tuple(range(len(layers))):
         raise ConfigError(
-            f"a {settings.kind} has features of every layer from 0 on, found layers "
-            f"{', '.join(map(str, layers))}; capture the others, or choose layers"
+            f"a dictionary of kind {settings.kind!r} needs every layer from 0 on, found only layers "
+            f"{', '.join(map(str, layers))}; capture the missing layers, or set layers"
         )
     return layers

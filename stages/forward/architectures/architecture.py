@@ -1,11 +1,11 @@
 """Architecture: torch-free, immutable description of a model without its weights.
 
 It is made from config.json (known.py), or from config.json and tensor names for models of unknown families
-(autoconfig.py). Cache keys, plans, memory estimates and checks use it without importing torch; the network
-that computes (`Network` in layers.py) is built from it by networks.py.
+(models/autoconfig.py). Cache keys, plans, memory estimates and checks use it without importing torch; the
+network that computes (`Network` in networks/loop.py) is built from it by networks/table.py.
 
-A kind of architecture is a frozen dataclass that implements `Architecture`, and an entry in networks.py. Code
-outside this folder uses only the interface of `Architecture`, never the kind.
+A kind of architecture is a frozen dataclass that implements `Architecture`, and an entry in
+networks/table.py. Code outside this folder uses only the interface of `Architecture`, never the kind.
 
 Axes: as in points.py; "one" is the axis of length 1 of the norms' divisors.
 """
@@ -51,10 +51,11 @@ Reach = Literal["here", "later", "all"]
 
 
 LENT = ("frequencies", "relative", "relative_norm", "relative_norm.bias")
-"""Weights that are stored once outside of the layers and are passed to every layer."""
+"""Names of weights that a checkpoint stores once, outside of the layers, and that every layer uses: the
+frequencies of rope, and the table of relative positions with its norm."""
 BESIDE = "beside."
-"""Prefix of the names of weights outside of the layers that process further streams or per-layer inputs
-(layer_parts.py)."""
+"""Prefix of the names of weights outside of the layers that compute Gemma 3n's parallel residual streams and
+per-layer inputs (layer_parts.py)."""
 
 
 @dataclass(frozen=True)
@@ -66,37 +67,40 @@ class Stored:
     shape: tuple[int, ...]
     """Shape of the tensor in the checkpoint."""
     rows: tuple[tuple[str, int], ...] = ()
-    """(weight, number of rows) of several weights concatenated in the tensor; () if it holds one weight."""
+    """(name of the weight, number of rows) of the weights that are concatenated in the tensor; () if it holds
+    one weight."""
     is_transposed: bool = False
     """Whether the tensor is the transpose of the weight."""
     factors: tuple[tuple[int, float], ...] = ()
-    """(number of rows, factor) of consecutive rows of the weight. The model multiplies outputs by these
-    factors; they are multiplied into the weight on loading. () for no factors."""
+    """(number of rows, factor) of consecutive rows of the weight. The model's own code multiplies the layer's
+    output by these factors; here the weight is multiplied once, when it is loaded. () for no factors."""
     layer: int | None = None
-    """Number of the layer under whose prefix the tensor is stored, if another layer has it; None for the
-    weight's own layer."""
+    """Number of the layer under whose prefix the checkpoint stores the tensor, if several layers share the
+    tensor of one of them; None for the layer that the weight belongs to."""
     plus: float = 0.0
     """Added to every entry, before the factors (norms that multiply by 1 + weight)."""
     constant: float | None = None
-    """Constant value of a weight without tensor (norms without weights: 1.0); None for a stored weight."""
+    """Value of all entries of a weight that no checkpoint stores, such as 1.0 for norms without weights; None
+    for a weight that the checkpoint stores."""
     groups: int | None = None
     """Groups of a width-1 convolution, whose tensor is [out, in / groups, 1]; None for a plain matrix."""
 
     def on_diagonal(self, tensor: Any, zeros: Any) -> Any:
-        """Write the tensor of a grouped convolution into a block-diagonal matrix.
+        """Write the tensor of a grouped width-1 convolution into the equivalent block-diagonal matrix.
 
         Arguments:
             tensor: numpy or torch array [out, in / groups, 1].
-            zeros: Zeros [out, in] of the same kind; changed in place.
+            zeros: Zeros [out, in] of the same kind and dtype; changed in place.
 
         Returns:
-            The matrix [out, in], which is `zeros`.
+            The matrix [out, in], which is the array `zeros`.
         """
         assert self.groups is not None
-        rows, columns = len(tensor) // self.groups, tensor.shape[1]
+        rows_per_group, columns_per_group = len(tensor) // self.groups, tensor.shape[1]
         for group in range(self.groups):
-            block = slice(group * rows, (group + 1) * rows)
-            zeros[block, group * columns : (group + 1) * columns] = tensor[block, :, 0]
+            rows = slice(group * rows_per_group, (group + 1) * rows_per_group)
+            columns = slice(group * columns_per_group, (group + 1) * columns_per_group)
+            zeros[rows, columns] = tensor[rows, :, 0]
         return zeros
 
 
@@ -105,14 +109,17 @@ class Tensors:
     """Map from the weights of a model to the tensors of a checkpoint."""
 
     outside: Mapping[str, Stored]
-    """Weights outside of the layers: "embed", "final_norm", "final_norm.bias", "head" (the tensor of the
-    embedding if both are tied), "transform…" (`HeadTransform`), and others by kind of architecture."""
+    """Name of a weight outside of the layers -> its tensor: "embed", "final_norm", "final_norm.bias", "head"
+    (the tensor of the embedding if both are tied), "transform…" (`HeadTransform`), and others by kind of
+    architecture."""
     layers: Sequence[Mapping[str, Stored]]
-    """Weights of each layer: "q", "o.bias", "ln1", …"""
+    """For each layer: name of a weight, such as "q", "o.bias" or "ln1" -> its tensor."""
     prefix: str
-    """Prefix of the tensors of a layer; "{}" stands for its number."""
+    """Prefix of the tensor names of a layer, such as "model.layers.{}.", in which "{}" stands for the
+    layer's number."""
     copies: Mapping[str, str]
-    """Optional tensor -> tensor that it must equal if the checkpoint has both."""
+    """Name of an optional tensor, such as that of a tied head -> name of the tensor that it must equal if the
+    checkpoint has both."""
     unread: Collection[str] = ()
     """Names of optional checkpoint tensors that the forward pass does not use."""
     decoder: tuple[int, str] | None = None
@@ -120,22 +127,29 @@ class Tensors:
     which "{}" stands for the layer's number within the decoder; None for other models."""
 
     def in_layer(self, layer: int, weight: str) -> str:
-        """Full tensor name in the checkpoint of a layer's weight."""
+        """Full name in the checkpoint of the tensor of a layer's weight.
+
+        Arguments:
+            layer: Number of the layer; in encoder-decoders, decoder layers follow the encoder's.
+            weight: Name of the weight, such as "q".
+        """
         stored = self.layers[layer][weight]
-        number = layer if stored.layer is None else stored.layer
-        start, prefix = self.prefixes[-1]
-        if number < start:
-            start, prefix = self.prefixes[0]
-        return prefix.format(number - start) + stored.name
+        stored_under = layer if stored.layer is None else stored.layer
+        first_layer, prefix = self.prefixes[-1]
+        if stored_under < first_layer:  # an encoder layer of an encoder-decoder
+            first_layer, prefix = self.prefixes[0]
+        return prefix.format(stored_under - first_layer) + stored.name
 
     @property
     def prefixes(self) -> tuple[tuple[int, str], ...]:
-        """(number of its first layer, prefix of the tensors of a layer) of each stack of layers."""
+        """(number of the first layer, prefix of tensor names with "{}" for the layer) of each stack of
+        layers: of the encoder and the decoder in encoder-decoders, else of the only stack."""
         return ((0, self.prefix),) if self.decoder is None else ((0, self.prefix), self.decoder)
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every tensor that a checkpoint must have."""
+        # Constant weights (`Stored.constant`) are in no checkpoint.
         shapes = {stored.name: stored.shape for stored in self.outside.values() if stored.constant is None}
         for layer, weights in enumerate(self.layers):
             in_file = {weight: stored for weight, stored in weights.items() if stored.constant is None}
@@ -144,7 +158,8 @@ class Tensors:
 
     @cached_property
     def shared(self) -> frozenset[str]:
-        """Names of tensors that several layers read: one layer's tensors that others share, and `LENT`."""
+        """Names of the checkpoint tensors that several layers read: tensors of one layer that other layers
+        share, and tensors outside of the layers that all layers use (`LENT`)."""
         outside = [stored.name for weight, stored in self.outside.items() if weight in LENT]
         inside = [
             self.in_layer(layer, weight)
@@ -155,14 +170,16 @@ class Tensors:
         return frozenset((*outside, *inside))
 
     def copied(self, names: Collection[str]) -> list[tuple[str, str]]:
-        """(copy, original) pairs of tensors that must be equal, for the copies among `names`, the tensors of
-        a checkpoint."""
+        """Pairs of tensor names (copy, original) whose tensors must be equal, such as a tied head and the
+        embedding, for the copies that a checkpoint has. names: names of the checkpoint's tensors."""
         return [(copy, original) for copy, original in self.copies.items() if copy in names]
 
     def stand_ins(self, names: Collection[str]) -> dict[str, str]:
-        """Original -> copy, for tensors that a checkpoint holds only under the name of the copy.
+        """Name of a needed tensor -> name of its copy, for tensors that a checkpoint has only under the
+        copy's name: a file keeps one of a shared tensor's names, and not all writers keep the same one.
 
-        A file keeps one name of a shared tensor, and writers differ in which one they keep.
+        Arguments:
+            names: Names of the checkpoint's tensors.
         """
         return {
             original: copy
@@ -171,20 +188,21 @@ class Tensors:
         }
 
     def placed(self, name: str) -> tuple[int | None, str]:
-        """(layer number, name without the layer's prefix) of a tensor; (None, name) outside of layers."""
-        for start, prefix in self.prefixes:
+        """Layer of a checkpoint tensor and its name within the layer; (None, name) for a tensor outside of
+        the layers. name: full name of the tensor."""
+        for first_layer, prefix in self.prefixes:
             # Prefixes look like "model.layers.{}.": the text before and after the layer number.
             before, after = prefix.split("{}")
-            layer, separator, name_in_layer = name.removeprefix(before).partition(after)
-            if name.startswith(before) and separator and layer.isdigit():
-                return start + int(layer), name_in_layer
+            number, separator, name_in_layer = name.removeprefix(before).partition(after)
+            if name.startswith(before) and separator and number.isdigit():
+                return first_layer + int(number), name_in_layer
         return None, name
 
 
 @dataclass(frozen=True)
 class HeadTransform:
-    """Transform before the language head of an encoder: dense layer, activation, and a norm of the model's
-    kind (Devlin et al., BERT, 2019)."""
+    """Transform before the language head of an encoder: dense layer, activation, and a norm of the kind
+    `Architecture.norm_type` (Devlin et al., BERT, 2019)."""
 
     width: int
     """Width of its output, which the language head reads."""
@@ -200,7 +218,7 @@ class HeadTransform:
 
 @dataclass(frozen=True)
 class FinalNorm:
-    """Norm before the language head, of the model's kind."""
+    """Norm before the language head, of the kind `Architecture.norm_type`."""
 
     has_bias: bool = True
     """Whether it has a bias, if it is a layer norm."""
@@ -210,14 +228,15 @@ class FinalNorm:
 
 @dataclass(frozen=True)
 class WeightCounts:
-    """Numbers of weights of a model."""
+    """How many weights a model has, in total and by part, to estimate memory and time."""
 
     total: int
-    """All weights."""
+    """Number of all weights."""
     in_layers: int
-    """Entries of the matrices that multiply one token, over all layers; of experts, only the top k count."""
+    """Number of entries of the matrices that multiply one token, over all layers; of the routed experts, only
+    the top k of a token count."""
     head: int
-    """Entries of the language head's matrix."""
+    """Number of entries of the language head's matrix; 0 if the model has none."""
 
 
 class AxisSizes(dict[str, int]):
@@ -231,24 +250,27 @@ class AxisSizes(dict[str, int]):
     """Axes whose size differs between layers -> their sizes."""
 
     def get(self, axis: str, default: Any = None) -> Any:
-        """The size, or the default for an axis that is absent; ConfigError for an axis of several sizes."""
-        return default if axis not in self and axis not in self.differing else self[axis]
+        """Size of an axis, or the default if no hook point has the axis; ConfigError if the size differs
+        between layers."""
+        return self[axis] if axis in self or axis in self.differing else default
 
     def __missing__(self, axis: str) -> int:
         if axis in self.differing:
+            sizes = " and ".join(map(str, sorted(self.differing[axis])))
             raise ConfigError(
-                f"expected {axis} to be of one size in all layers, found "
-                f"{' and '.join(map(str, sorted(self.differing[axis])))}; read such a model layer by layer: "
-                "forward(prompts, hooks)"
+                f"expected the axis {axis!r} to have one size in all layers of the model, found the sizes "
+                f"{sizes}; capture the hook points of one layer at a time with model.forward(prompts, hooks)"
             )
+        axes = ", ".join(name for name in self if name != "one")
         raise ConfigError(
-            f"expected a model whose hook points have an axis {axis!r}, found one with "
-            f"{', '.join(name for name in self if name != 'one')}; choose a model whose layers all attend"
+            f"expected a model whose hook points have an axis {axis!r}, found one with the axes {axes}; "
+            "choose a model whose layers all have attention"
         )
 
 
 class Architecture(ABC):
-    """Description of a model without its weights; see the module docstring."""
+    """Torch-free, immutable description of a model without its weights: sizes, layers, hook points, and the
+    tensors that a checkpoint must have."""
 
     kind: ClassVar[str]
     """Kind of network that computes it: a key of the table in networks.py."""
@@ -271,24 +293,24 @@ class Architecture(ABC):
     position_rows: int = 0
     """Rows of the table of positions; 0 for a model without such a table."""
     position_waves: Literal["fairseq", "transformer"] | None = None
-    """Kind of sines and cosines in that table, which are computed instead of loaded; None for a learned
-    table. "transformer": exponents are 2i / d, as in the Transformer paper; "fairseq": the lowest frequency
-    is exactly 1/10000."""
+    """Formula of a sinusoidal table of positions, which is computed instead of loaded; None for a learned
+    table, or none. "transformer": exponents are 2i / d, as in the Transformer paper; "fairseq": the lowest
+    frequency is exactly 1/10000."""
     first_position: int = 0
-    """Row of that table for the first position."""
+    """Row of the table of positions for the first token of a prompt."""
     embedding_scale: float | None = None
     """Factor of the embeddings as they enter the stream; None for no factor."""
     transform: HeadTransform | None = None
     """Transform before the language head; None if the head reads the final norm."""
     dropped_token: int | None = None
-    """Token id whose embedding is zero, while all others are rescaled by its share of the prompt (ESM);
-    None for no such token."""
+    """Id of the mask token in ESM models: its embedding is replaced by 0, and all other embeddings are
+    rescaled by the share of mask tokens in the prompt; None for other models."""
     target_start: int | None = None
     """Encoder-decoders: id of the first target token, which is raised by the vocabulary size to mark where
     the target begins; None for models of single sequences."""
     unknown_token: int | None = None
-    """Token id that prompts must not contain, as the reference has no position for it; None for no such
-    token."""
+    """Id of the padding token, which prompts must not contain in families whose positions skip padding
+    (RoBERTa); None in other families."""
 
     @property
     @abstractmethod
@@ -312,7 +334,7 @@ class Architecture(ABC):
     @property
     @abstractmethod
     def hook_points(self) -> tuple[HookPoint, ...]:
-        """Every hook point the model has, in execution order."""
+        """All hook points of the model, in execution order."""
 
     @property
     @abstractmethod
@@ -322,12 +344,13 @@ class Architecture(ABC):
     @property
     @abstractmethod
     def tensors(self) -> Tensors:
-        """Map from its weights to the tensors of a checkpoint."""
+        """Map from this model's weights to the tensors of a checkpoint."""
 
     @abstractmethod
     def reach(self, point: HookPoint) -> Reach:
-        """Positions that a change at a hook point can affect before the end of its layer. Hook points between
-        layers belong to the layer that reads them."""
+        """Positions that a change at one position of a hook point can affect before the end of its layer:
+        that position only ("here"), also later ones ("later"), or all ("all"). Hook points between layers,
+        such as resid_post, belong to the layer that reads them."""
 
     @property
     @abstractmethod
@@ -368,33 +391,35 @@ class Architecture(ABC):
         attributed to components and tokens have directions in the stream."""
         if self.transform is not None:
             raise ConfigError(
-                "expected logits that are a linear map of the normalised stream, found "
-                f"{self.model_type}, whose head reads it through a dense map, an activation and a norm; read "
-                "its layers with the logit lens"
+                "expected a model whose logits are a linear map of the normalised residual stream, found "
+                f"{self.model_type}, which applies a dense map, an activation and a norm before its language "
+                "head; use the logit lens to read its layers"
             )
 
     def require_next_token(self) -> None:
-        """Raise ConfigError unless the model is a causal next-token predictor, so that a text contains the
-        targets of its own predictions."""
+        """Raise ConfigError unless the model is a causal next-token predictor, so that each token of a text
+        is the target of the prediction before it."""
         if not self.predicts_next:
             raise ConfigError(
-                f"expected a model that predicts the next token, found {self.model_type}, whose "
-                "positions see later ones; put a mask where a token is missing and read the logits there: "
-                "forward(prompts)"
+                f"expected a model that predicts the next token, found {self.model_type}, in which every "
+                "position also sees later tokens; put the mask token into the prompt where a token is "
+                "missing, and read the logits at that position of model.forward(prompts)"
             )
 
     def under(self, root: str, head: str) -> Architecture:
-        """Copy for a checkpoint with other tensor names.
+        """Copy of this architecture for a checkpoint in which the tensors have other names, such as that of a
+        multimodal model.
 
         Arguments:
-            root: Prefix that replaces "model.".
-            head: Name of the language head without ".weight".
+            root: Prefix of tensor names that replaces "model.".
+            head: Name of the language head's tensor without ".weight".
 
         Raises:
-            ConfigError: This kind of architecture has no such checkpoints.
+            ConfigError: Tensors of this kind of architecture cannot be renamed.
         """
         raise ConfigError(
-            f"expected no other names of a {self.kind} model's tensors, found {root!r} and {head!r}"
+            f"expected a multimodal checkpoint whose text model is a plain decoder, found {self.model_type}, "
+            f"whose tensors cannot be read under the prefix {root!r} and the head {head!r}"
         )
 
     @property
@@ -410,8 +435,8 @@ class Architecture(ABC):
 
     @property
     def known_ids(self) -> int:
-        """Number of valid token ids: the vocabulary size, or twice that for encoder-decoders, whose first
-        target id is raised by the vocabulary size."""
+        """Number of valid token ids: the vocabulary size, or twice the vocabulary size for encoder-decoders,
+        in which the id of the first target token is raised by the vocabulary size."""
         return self.vocab_size if self.target_start is None else 2 * self.vocab_size
 
     @property
@@ -421,16 +446,24 @@ class Architecture(ABC):
 
     @property
     def continues(self) -> bool:
-        """Whether the logits at the last position predict the token after the prompt."""
+        """Whether the logits at the last position predict the token after the prompt, so that the model can
+        generate text."""
         return self.predicts_next or self.target_start is not None
 
     def reaches_from(self, tokens: Sequence[int], position: int) -> int:
-        """First position that a change with reach "all" at a position of a prompt can affect."""
+        """First position of a prompt that a change at one position can affect, for a hook point whose `reach`
+        is "all".
+
+        Arguments:
+            tokens: Token ids of the prompt.
+            position: Position of the change.
+        """
         return 0
 
     @property
     def mask_shift(self) -> int:
-        """Masked language models: 1 if the prediction for a mask is at the position before it, else 0."""
+        """How many positions before a mask token its prediction is read: 1 for models that were initialised
+        from next-token predictors (`SHIFTED`), 0 for other masked language models."""
         return int(self.model_type in SHIFTED)
 
     @property
@@ -442,63 +475,68 @@ class Architecture(ABC):
         """Raise ConfigError for a model without gradients (`is_differentiable`)."""
         if not self.is_differentiable:
             raise ConfigError(
-                "expected a model whose layers are computed here to take gradients of, found one that "
-                "transformers computes; choose a model of a supported family"
+                f"expected a model that mizarr itself computes, to take gradients of it, found "
+                f"{self.model_type}, which transformers computes; choose a family that `mizarr models "
+                "families` lists"
             )
 
     def attention_in(self, dtype: str) -> str:
-        """Attention implementation for a dtype by default, as recorded in cache keys.
+        """Name of the attention implementation that is used by default with a dtype; part of cache keys.
+
+        Arguments:
+            dtype: Dtype of the computation, such as "bfloat16".
 
         Returns:
-            "sdpa", a fused kernel; or "eager" for float64, which is used for comparisons with the reference.
+            "sdpa", a fused kernel; or "eager" for float64, which is used for comparisons with transformers.
         """
         return "eager" if dtype == "float64" else "sdpa"
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Every field as plain values (numbers, strings, tuples, dicts)."""
+        """Name of each field -> its value as numbers, strings, tuples and dicts."""
         return plain(self)
 
     @cached_property
     def looks_ahead(self) -> bool:
-        """Whether positions see later positions in any layer."""
+        """Whether attention in any layer is bidirectional, so that positions see later positions."""
         return any(layer.mixer.is_bidirectional for layer in self.layers)
 
     @cached_property
     def known_points(self) -> frozenset[HookPoint]:
-        """`hook_points` as a set, for fast lookup."""
+        """All hook points of the model as a set, for fast lookup."""
         return frozenset(self.hook_points)
 
     @cached_property
     def attention_kind(self) -> str | None:
-        """Kind of hook point with attention weights: "pattern", or the effective attention of a recurrence.
-        None if the model has neither (RWKV-4)."""
+        """Kind of hook point that holds attention weights: "pattern" of attention, or the effective attention
+        of a recurrence, such as "ssm_effective_attn"; None if the model has neither (RWKV-4)."""
         # In a hybrid, attention comes first; else the order of STATE_ROOMS decides.
         return self._first_kind("pattern", *(f"{room}_effective_attn" for room in STATE_ROOMS))
 
     def layers_with(self, kind: str) -> list[int]:
-        """Layer numbers with a hook point of this kind."""
+        """Numbers of the layers that have a hook point of a kind, such as "pattern"."""
         return [point.layer for point in self.points_of(kind) if point.layer is not None]
 
     def points_of(self, kind: str) -> list[HookPoint]:
-        """The hook points of this kind, ordered by layer."""
+        """The hook points of a kind, such as "pattern", ordered by layer."""
         return [point for point in self.hook_points if point.kind == kind]
 
     def heads_of(self, layer: int) -> AttentionSpec | None:
-        """Attention of a layer, for analyses of the QK and OV circuits of its heads; None if it has no
-        attention with query, key and value matrices of its own."""
+        """Sizes and switches of a layer's attention, for analyses of the QK and OV circuits of its heads;
+        None if the layer has no attention with query, key and value matrices of its own."""
         return None
 
     @property
     def attention_heads(self) -> int:
-        """Number of heads at hook points of `attention_kind`; 0 for a model without such hook points."""
+        """Number of heads at the hook points with attention weights (`attention_kind`); 0 for a model without
+        such hook points."""
         if self.attention_kind is None:
             return 0
         return next(self.axis_sizes[dim] for dim in BY_NAME[self.attention_kind].dims if dim.endswith("head"))
 
     @property
     def num_attention_heads(self) -> int:
-        """`attention_heads`, under the name used by transformers."""
+        """Number of heads, under the name that transformers uses; equal to `attention_heads`."""
         return self.attention_heads
 
     @property
@@ -508,8 +546,8 @@ class Architecture(ABC):
 
     @cached_property
     def read_kind(self) -> str:
-        """Kind of hook point with each head's output before the output projection: "z", or that of a
-        recurrence."""
+        """Kind of hook point with each head's output before the output projection: "z" of attention, or the
+        output of a recurrence, such as "ssm_out"."""
         return self._first_kind("z", "rwkv_wkv_out", "ssm_out", "linear_out", "mlstm_out") or "z"
 
     @cached_property
@@ -524,36 +562,38 @@ class Architecture(ABC):
         return next((kind for kind in kinds if kind in available), None)
 
     def width(self, kind: str) -> int:
-        """Numbers per token at hook points of a kind, over all heads; for attention matrices, numbers per
-        pair of query and key. Multiplied by bytes per number, this is the size of a capture."""
+        """How many numbers a hook point of a kind holds per token, over all heads; for attention matrices,
+        per pair of query and key. Times bytes per number, this is the size of a capture."""
         sizes = self.axis_sizes
         return math.prod(sizes.get(axis, 1) for axis in BY_NAME[kind].dims)
 
 
 def require_tied(copy: str, original: str, same: bool) -> None:
-    """Raise WeightsError if two tensors that the architecture shares differ: a tied head, or shared layers.
+    """Raise WeightsError if a checkpoint has two different tensors where the architecture has one weight: a
+    tied head, or layers that share weights.
 
-    The reference would compute with the tensor in the file, whatever the config says.
+    transformers would compute with the tensor in the file, whatever the config says.
 
     Arguments:
-        copy: Name of the tensor that may be missing.
+        copy: Name of the tensor that a checkpoint may leave out.
         original: Name of the tensor that it must equal.
-        same: Whether they are equal.
+        same: Whether the two tensors are equal.
     """
     if not same:
-        # Two reasons for equal tensors need two remedies.
+        # A tied head and layers that share weights need different remedies.
         if copy.startswith(("lm_head.", "head.")):
             hint = "set tie_word_embeddings to false in config.json if the checkpoint has a head of its own"
         else:
-            hint = "layers of this family share it, so fetch the checkpoint again"
+            hint = "layers of this family share the tensor, so fetch the checkpoint again"
         raise WeightsError(
-            f"expected {copy} to equal {original}, as config.json ties them, found another matrix; {hint}"
+            f"expected the tensors {copy!r} and {original!r} to be equal, as config.json ties them, found "
+            f"different values; {hint}"
         )
 
 
 def plain(value: Any) -> dict[str, Any]:
-    """Fields of a dataclass and of nested dataclasses as plain values, without fields that hold weights
-    (`compare=False`)."""
+    """Name of each field of a dataclass -> its value, with nested dataclasses as dicts; fields that hold
+    weights (declared with `compare=False`) are left out."""
     return {item.name: _plain(getattr(value, item.name)) for item in fields(value) if item.compare}
 
 

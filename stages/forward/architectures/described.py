@@ -53,6 +53,7 @@ _EXTRA_KEYS: dict[str, dict[str, Any]] = {
 }
 """model_type -> further config keys: those without defaults, and those that enable optional parts."""
 NORM_WORDS = {"rms": "RMS", "gemma_rms": "RMS, weight + 1", "layer": "layer norm"}
+"""Kind of norm (`Architecture.norm_type`) -> its name in the table of families."""
 ACTIVATION_WORDS = {
     "silu": "SiLU",
     "gelu": "GELU",
@@ -61,25 +62,35 @@ ACTIVATION_WORDS = {
     "relu2": "squared ReLU",
     "xielu": "xIELU",
 }
-_PLACES = {
+"""Name of an activation function -> its name in the table of families."""
+_NORM_PLACES = {
     "before": "",
     "after": "after attention and MLP",
     "around": "four per block",
     "of sums": "post-norm",
 }
+"""Place of the norms in a layer (`LayerSpec.norms`) -> text in the table of families."""
 
 
 def described_attending(model_type: str, family: AttendingFamily) -> dict[str, str]:
-    """Row of a family whose layers all attend: model_type, examples, norm, mlp, attention, head. Optional
-    parts (windows, biases, soft caps) are named if configs of the family can enable them."""
+    """Row in the table of families of a family whose layers all have attention: column name (model_type,
+    examples, norm, mlp, attention, head) -> text. Optional parts (windows, biases, soft caps) are named if
+    configs of the family can enable them.
+
+    Arguments:
+        model_type: The family's model_type.
+        family: The family.
+    """
+    # A sample config, which enables as many optional parts as the family allows.
     sizes = {family.aliases.get(key, key): value for key, value in _SIZES.items()}
     optional = {key: value for key, value in _OPTIONAL.items() if key not in family.never}
     raw = {**optional, **sizes, **_EXTRA_KEYS.get(model_type, {}), "model_type": model_type}
     model = family.read(ConfigReader(raw), {})
+    norm_words = (NORM_WORDS[model.norm_type], _NORM_PLACES[str(model.blocks[0].norms)])
     return {
         "model_type": model_type,
         "examples": family.examples,
-        "norm": ", ".join(filter(None, (NORM_WORDS[model.norm_type], _PLACES[str(model.blocks[0].norms)]))),
+        "norm": ", ".join(filter(None, norm_words)),
         "mlp": _mlp(model),
         "attention": ", ".join(filter(None, _attention(model))) or "plain",
         "head": ", ".join(filter(None, _head(model))) or "untied",
@@ -87,7 +98,7 @@ def described_attending(model_type: str, family: AttendingFamily) -> dict[str, s
 
 
 def _mlp(model: ComposedArchitecture) -> str:
-    """Column "mlp": gate, activation, experts."""
+    """Text of the column "mlp": experts, gate, activation function, fused projections."""
     mixers = [block.channel_mixer for block in model.blocks]
     experts = any(isinstance(mixer, ExpertsSpec) for mixer in mixers)
     mixer = mixers[-1]
@@ -98,7 +109,8 @@ def _mlp(model: ComposedArchitecture) -> str:
 
 
 def _attention(model: ComposedArchitecture) -> list[str]:
-    """Column "attention": one text per property; "" for a property that the model lacks."""
+    """Texts of the column "attention", one per property of the model's attention; "" for a property that it
+    lacks."""
     mixers = [block.mixers[0] for block in model.blocks]
     # The kind of mixer is the same in all layers.
     mixer = mixers[0]
@@ -107,10 +119,9 @@ def _attention(model: ComposedArchitecture) -> list[str]:
         grouped = [mixer.attention]
     ropes = {mixer.rope for mixer in mixers}
     rotary = next((rope for rope in ropes if rope is not None), None)
-    shares = {mixer.rope.dim / mixer.head_dim for mixer in grouped if mixer.rope is not None}
-    share = min(shares, default=1.0)
+    rotated_shares = {mixer.rope.dim / mixer.head_dim for mixer in grouped if mixer.rope is not None}
+    share = min(rotated_shares, default=1.0)
     windows = [mixer.window for mixer in grouped]
-    attends_far = any(mixer.temperature_tuning is not None for mixer in grouped)
     return [
         "norms on q and k" if any(mixer.qk_norm for mixer in grouped) else "",
         "biases" if any(mixer.qkv_bias for mixer in grouped) else "",
@@ -133,7 +144,7 @@ def _attention(model: ComposedArchitecture) -> list[str]:
         "dynamic mask by values" if any(mixer.has_value_scores for mixer in grouped) else "",
         "relative positions" if any(mixer.relative for mixer in grouped) else "",
         "sinks" if any(mixer.attention_sinks for mixer in grouped) else "",
-        "temperature tuning" if attends_far else "",
+        "temperature tuning" if any(mixer.temperature_tuning for mixer in grouped) else "",
         "gains on the stream" if model.blocks[0].has_gains else "",
         "layers share weights" if model.blocks[-1].source not in (None, model.num_layers - 1) else "",
         "bidirectional" if isinstance(mixers[-1], AttentionSpec) and mixers[-1].is_bidirectional else "",
@@ -141,14 +152,16 @@ def _attention(model: ComposedArchitecture) -> list[str]:
 
 
 def _positions(model: ComposedArchitecture) -> str:
-    """Position embedding in words: learned, or sines and cosines; "" without position table."""
+    """Text about the table of positions: learned, or sines and cosines; "" for a model without such a
+    table."""
     if not model.position_rows:
         return ""
     return "positions of sines and cosines" if model.position_waves else "learned positions"
 
 
 def _head(model: ComposedArchitecture) -> list[str]:
-    """Column "head": one text per property; "" for a property that the model lacks."""
+    """Texts of the column "head", one per property of embedding and head; "" for a property that the model
+    lacks."""
     return [
         "scaled embedding" if model.embedding_scale is not None else "",
         "normalised embedding" if model.has_embedding_norm else "",

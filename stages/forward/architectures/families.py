@@ -1,6 +1,7 @@
-"""Readers of config.json keys that many families share: activation, rope, key heads, windows.
+"""Functions that read those keys of a config.json that many families share: activation, rope, key heads,
+windows.
 
-Semantics and defaults are those of the reference implementation (transformers); differences to candle-mi are
+Semantics and defaults are those of Hugging Face transformers; differences to candle-mi are
 listed in DESIGN.md. The table of families is in known.py.
 """
 
@@ -12,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ....store.errors import ConfigError
-from .transformer import ActivationName, ConfigReader, RopeConfig, RopeScheme
+from .transformer import TRY_TRANSFORMERS, ActivationName, ConfigReader, RopeConfig, RopeScheme
 
 ACTIVATIONS: dict[str, ActivationName] = {
     "silu": "silu",
@@ -26,12 +27,23 @@ ACTIVATIONS: dict[str, ActivationName] = {
     "relu": "relu",
     "relu2": "relu2",
 }
+"""Name of an activation in config.json -> its name here."""
 ROPE_SCHEMES: tuple[RopeScheme, ...] = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
+"""Values of rope_type that most families may have."""
 LAYER_TYPES = {"full_attention", "sliding_attention"}
+"""Entries that the list layer_types of a config.json may have, in models whose layers all have attention."""
 
 
 def model_type_of(raw: dict[str, Any], source: str = "config.json") -> str:
-    """The family a config.json names; ConfigError if it names none."""
+    """The model_type of a config.json, which names the model's family.
+
+    Arguments:
+        raw: The parsed config.json.
+        source: Its path or name, for error messages.
+
+    Raises:
+        ConfigError: model_type is missing, empty or no string.
+    """
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ConfigError(
@@ -42,14 +54,16 @@ def model_type_of(raw: dict[str, Any], source: str = "config.json") -> str:
 
 
 def asks_to_look_ahead(reader: ConfigReader) -> bool:
-    """Whether is_causal is false or null, which in the reference makes a decoder attend to later tokens."""
+    """Whether the key is_causal of a config.json is false or null, which in transformers makes a decoder
+    attend to later tokens."""
     return not reader.raw.get("is_causal", True)
 
 
 def refuse_unfollowed(
     reader: ConfigReader, *, looks_ahead: bool = False, bidirectional: bool = False
 ) -> None:
-    """Raise ConfigError for settings that change the results of every family and are not implemented.
+    """Raise ConfigError if a config.json has settings that mizarr does not implement and that would change
+    the results: quantised weights, an encoder-decoder, or attention without a causal mask.
 
     Arguments:
         reader: The config.json.
@@ -58,26 +72,25 @@ def refuse_unfollowed(
     """
     if reader.has("quantization_config"):
         raise ConfigError(
-            f"{reader.source}: expected weights as plain numbers, found a quantization_config; fetch the "
-            "model's unquantised checkpoint"
+            f"{reader.source}: expected unquantised weights, found a quantization_config; fetch the model's "
+            "unquantised checkpoint"
         )
-    causal = {"use_bidirectional_attention": False, "is_encoder_decoder": False, "is_causal": True}
-    flags = {key: reader.raw.get(key, default) for key, default in causal.items()}
-    flags |= {"is_causal": True} if looks_ahead else {}
-    flags |= {"use_bidirectional_attention": False} if bidirectional else {}
-    if any(bool(flags[key]) is not default for key, default in causal.items()):
-        settings = ", ".join(f"{key}={value!r}" for key, value in flags.items())
-        raise ConfigError(
-            f"{reader.source}: expected a causal decoder, found {settings}; this model cannot run here"
-        )
+    causal_values = {"use_bidirectional_attention": False, "is_encoder_decoder": False, "is_causal": True}
+    values = {key: reader.raw.get(key, causal) for key, causal in causal_values.items()}
+    # Keys that the family implements are accepted with any value.
+    values |= {"is_causal": True} if looks_ahead else {}
+    values |= {"use_bidirectional_attention": False} if bidirectional else {}
+    if any(bool(values[key]) is not causal for key, causal in causal_values.items()):
+        settings = ", ".join(f"{key}={value!r}" for key, value in values.items())
+        raise ConfigError(f"{reader.source}: expected a causal decoder, found {settings}; {TRY_TRANSFORMERS}")
     # Checked keys count as read, so that they are not reported as ignored.
-    reader.read |= {"quantization_config", *causal}
+    reader.read |= {"quantization_config", *causal_values}
 
 
 def read_activation(
     reader: ConfigReader, default: str = "silu", *keys: str, gelu_is_tanh: bool = False
 ) -> ActivationName:
-    """The activation that a config names.
+    """The activation function that a config.json names.
 
     Arguments:
         reader: The config.json.
@@ -97,14 +110,15 @@ def read_activation(
         return "xielu"
     if name not in ACTIVATIONS:
         raise ConfigError(
-            f"{reader.source}: expected an activation among {', '.join(ACTIVATIONS)}, found {name!r}; this "
-            "model cannot run here"
+            f"{reader.source}: expected an activation among {', '.join(ACTIVATIONS)}, found {name!r}; "
+            f"{TRY_TRANSFORMERS}"
         )
     return ACTIVATIONS[name]
 
 
 def confirm_derived(reader: ConfigReader, key: str, derived: Sequence[Any]) -> None:
-    """Check a list that the reference derives from other keys and also writes into config.json.
+    """Check that a list in config.json, which transformers derives from other keys and writes into the file,
+    still agrees with the other keys.
 
     Arguments:
         reader: The config.json.
@@ -112,20 +126,21 @@ def confirm_derived(reader: ConfigReader, key: str, derived: Sequence[Any]) -> N
         derived: The list as it follows from the other keys.
 
     Raises:
-        ConfigError: The file has another list.
+        ConfigError: The file has a different list.
     """
     reader.read.add(key)
     listed = reader.raw.get(key)
     if listed is not None and listed != list(derived):
         raise ConfigError(
-            f"{reader.source}: expected {key} to be {list(derived)}, as other keys say, found {listed!r}; "
-            "the keys contradict each other"
+            f"{reader.source}: expected {key} to be {list(derived)}, as follows from other keys of the file, "
+            f"found {listed!r}; remove {key}, or fetch the file again"
         )
 
 
 def both_ways(windows: Sequence[int | None]) -> tuple[int | None, ...]:
-    """Windows of a bidirectional decoder, one key longer: the reference does not count the query itself
-    there."""
+    """Sliding windows of the layers of a decoder that is made bidirectional, each one key longer than in a
+    causal one, because transformers does not count the query itself there; None for a layer without a
+    window."""
     return tuple(None if window is None else window + 1 for window in windows)
 
 
@@ -139,17 +154,19 @@ def read_rope(
     original_context: int | None = None,
     aliases: Mapping[str, str] | None = None,
 ) -> RopeConfig:
-    """Rope from `rope_parameters`, or from `rope_scaling` and `rope_theta` in older configs.
+    """The rotary embedding that a config.json describes: under the key `rope_parameters`, or under
+    `rope_scaling` and `rope_theta` in older files.
 
     Arguments:
         reader: The config.json.
-        head_dim: Entries of a head.
-        context: Value of max_position_embeddings.
-        theta: Default of rope_theta.
-        is_partial: Whether the family reads partial_rotary_factor; for others the reference ignores that key
-            or fails.
-        original_context: Default of original_max_position_embeddings.
-        aliases: The family's older names of rope schemes -> names of `ROPE_SCHEMES`.
+        head_dim: Number of entries of a head.
+        context: Value of max_position_embeddings, in positions.
+        theta: Base of the frequencies if the key rope_theta is absent.
+        is_partial: Whether the family may rotate only a part of each head (partial_rotary_factor); in other
+            families transformers ignores that key or fails.
+        original_context: Context before its extension, in positions, if the key
+            original_max_position_embeddings is absent; None for no default.
+        aliases: Older name of a rope scheme in this family -> its name in `ROPE_SCHEMES`.
 
     Raises:
         ConfigError: The scheme is unknown, differs between layers, or has values that do not fit.
@@ -158,29 +175,29 @@ def read_rope(
     section = "rope_scaling" if scaling else "rope_parameters"
     rope = ConfigReader(scaling or parameters, f"{reader.source}: {section}")
     theta = rope.number("rope_theta", reader.number("rope_theta", theta))
-    share = rope.number("partial_rotary_factor", reader.number("partial_rotary_factor", 1.0))
-    top = reader.optional_integer("original_max_position_embeddings") or original_context
+    rotated_share = rope.number("partial_rotary_factor", reader.number("partial_rotary_factor", 1.0))
+    declared_original = reader.optional_integer("original_max_position_embeddings") or original_context
     name = rope.text("rope_type", rope.text("type", "default"))
     scheme = next((item for item in ROPE_SCHEMES if item == (aliases or {}).get(name, name)), None)
     # Sections by layer type (Gemma 3) need `two_ropes`; reading them as one rope would ignore both.
     nested = next((key for key, value in rope.raw.items() if isinstance(value, dict)), None)
     if scheme is None or nested is not None:
-        found = f"rope_type {name!r}" if scheme is None else f"parameters of its own for {nested!r} layers"
+        problem = f"rope_type {name!r}" if scheme is None else f"separate parameters for {nested!r} layers"
         raise ConfigError(
             f"{rope.source}: expected one rope_type for all layers, of {', '.join(ROPE_SCHEMES)}, found "
-            f"{found}; this model cannot run here"
+            f"{problem}; {TRY_TRANSFORMERS}"
         )
-    # int() rounds down, as the reference does.
-    dim = int(head_dim * share)
+    # int() rounds down, as transformers does.
+    dim = int(head_dim * rotated_share)
     if dim != head_dim and not is_partial:
         raise ConfigError(
-            f"{rope.source}: expected no partial_rotary_factor, as rope rotates whole heads here, found "
-            f"{share:g}; remove the key if the model was trained without it"
+            f"{rope.source}: expected no partial_rotary_factor, because rope rotates whole heads in this "
+            f"family, found {rotated_share:g}; remove the key if the model was trained without it"
         )
     if scheme == "default":
         reader.ignored |= {f"{section}.{key}" for key in set(rope.raw) - rope.read}
         return RopeConfig(theta, dim)
-    original = top or rope.integer("original_max_position_embeddings", context)
+    original = declared_original or rope.integer("original_max_position_embeddings", context)
     rope.read.add("original_max_position_embeddings")
     if scheme == "longrope":
         # The factor only sets the magnitude of cos and sin; frequencies come from the two lists.
@@ -217,15 +234,15 @@ def read_rope(
 
 
 def _yarn(rope: ConfigReader, config: RopeConfig, original: int) -> RopeConfig:
-    """Copy of a rope with the parameters of YaRN: bounds of the frequencies (Peng et al., YaRN, 2023, section
-    3.2) and factor of cos and sin (section 3.4).
+    """Copy of a rotary embedding with the parameters of YaRN: bounds of the frequencies (Peng et al., YaRN,
+    2023, section 3.2) and factor of cos and sin (section 3.4).
 
     Arguments:
-        rope: The section rope_parameters or rope_scaling.
-        config: Rope with base, dimension and factor.
-        original: PositionContext before the extension, in positions.
+        rope: The section rope_parameters or rope_scaling of config.json.
+        config: Rotary embedding with base, dimension and factor of the context extension.
+        original: Context before the extension, in positions.
     """
-    # A value of 0 means the default to the reference.
+    # A value of 0 means the default to transformers.
     fast, slow = (
         default if rope.number(key, default) == 0 else rope.positive(key, default)
         for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
@@ -233,7 +250,7 @@ def _yarn(rope: ConfigReader, config: RopeConfig, original: int) -> RopeConfig:
     mscales = [rope.optional_number(key) for key in ("mscale", "mscale_all_dim")]
     magnitude = rope.optional_number("attention_factor")
     if magnitude is None:
-        # The reference reads mscale only if both keys are present and not 0.
+        # transformers reads mscale only if both keys are present and not 0.
         numerator, denominator = mscales if all(mscales) else (1.0, None)
         magnitude = yarn_magnitude(config.factor, numerator or 1.0) / (
             yarn_magnitude(config.factor, denominator) if denominator else 1.0
@@ -248,21 +265,20 @@ def _yarn(rope: ConfigReader, config: RopeConfig, original: int) -> RopeConfig:
 
 
 def yarn_magnitude(factor: float, share: float) -> float:
-    """Magnitude of queries and keys in YaRN, 0.1 share log(factor) + 1 (`yarn_get_mscale` of DeepSeek's
-    code).
+    """Factor of queries and keys in YaRN, 0.1 share log(factor) + 1 (`yarn_get_mscale` of DeepSeek's code).
 
     Arguments:
-        factor: Factor of the context extension; up to 1, the magnitude is 1.
-        share: mscale or mscale_all_dim.
+        factor: Factor of the context extension; up to 1, the result is 1.
+        share: The config key mscale or mscale_all_dim.
     """
     return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0
 
 
 def kv_heads_of(reader: ConfigReader, default: int | None, heads: int) -> int:
-    """Number of key and value heads, num_key_value_heads.
+    """Number of key and value heads, from the config key num_key_value_heads.
 
-    If that key is absent: the family's default if it divides the number of query heads, else one key head per
-    query head. Wrong guesses are found later, when the shapes of the weights are compared.
+    If the key is absent: the family's default if it divides the number of query heads, else one key head per
+    query head. A wrong guess is detected later, when the shapes of the weights are compared.
 
     Arguments:
         reader: The config.json.
@@ -280,12 +296,13 @@ def kv_heads_of(reader: ConfigReader, default: int | None, heads: int) -> int:
 def listed_windows(
     reader: ConfigReader, types: list[str], size: int | None, layers: int
 ) -> tuple[int | None, ...]:
-    """Window of each layer from its type: `size` for "sliding_attention", None for "full_attention".
+    """Sliding window of each layer, in keys, from the layer's type: `size` for "sliding_attention", None for
+    "full_attention".
 
     Arguments:
         reader: The config.json.
-        types: Type of each layer.
-        size: Keys that a query sees, itself included; None if the config enables no windows.
+        types: Type of each layer (the config key layer_types).
+        size: Number of keys that a query sees, itself included; None if the config enables no windows.
         layers: Number of layers.
 
     Raises:
@@ -296,30 +313,38 @@ def listed_windows(
     if unknown is not None:
         raise ConfigError(
             f"{reader.source}: expected layer_types among {', '.join(sorted(LAYER_TYPES))}, found "
-            f"{unknown!r}; this model cannot run here"
+            f"{unknown!r}; {TRY_TRANSFORMERS}"
         )
     if len(types) != layers:
         raise ConfigError(
-            f"{reader.source}: expected one layer_types entry per layer ({layers}), found {len(types)}; "
-            "correct the file, or fetch it again"
+            f"{reader.source}: expected layer_types to have one entry for each of {layers} layers, found "
+            f"{len(types)} entries; correct the file, or fetch it again"
         )
     if size is None and "sliding_attention" in types:
         raise ConfigError(
-            f"{reader.source}: expected a window for layers of the type 'sliding_attention', found "
-            f"sliding_window {reader.raw.get('sliding_window')!r} and use_sliding_window "
-            f"{reader.raw.get('use_sliding_window')!r}; the keys contradict each other"
+            f"{reader.source}: expected sliding_window to give the window of the layers whose type in "
+            f"layer_types is 'sliding_attention', found sliding_window={reader.raw.get('sliding_window')!r} "
+            f"and use_sliding_window={reader.raw.get('use_sliding_window')!r}; correct the file, or fetch it "
+            "again"
         )
     return tuple(size if kind == "sliding_attention" else None for kind in types)
 
 
 def _factors(rope: ConfigReader, key: str, dim: int) -> tuple[float, ...]:
-    """Divisors of the frequencies of longrope, [dim / 2]; ConfigError for a list of another length."""
+    """Divisors of the frequencies in the rope scheme longrope, dim / 2 numbers; ConfigError for a list of
+    another length.
+
+    Arguments:
+        rope: The section rope_parameters or rope_scaling of config.json.
+        key: Key of the list: short_factor or long_factor.
+        dim: Number of rotated entries of a head.
+    """
     values = rope.raw.get(key)
     rope.read.add(key)
     if not isinstance(values, list) or len(values) != dim // 2:
-        found = f"{len(values)} of them" if isinstance(values, list) else repr(values)
+        content = f"{len(values)} numbers" if isinstance(values, list) else repr(values)
         raise ConfigError(
-            f"{rope.source}: expected {key} to list {dim // 2} numbers, one per frequency, found {found}; "
+            f"{rope.source}: expected {key} to list {dim // 2} numbers, one per frequency, found {content}; "
             "correct the file, or fetch it again"
         )
     return tuple(float(value) for value in values)

@@ -1,6 +1,6 @@
 """Readers of config.json for the text models of Gemma 3n and Gemma 4.
 
-Semantics and defaults are those of the reference implementation (transformers).
+Semantics and defaults are those of Hugging Face transformers.
 
 Border: one config; never imports torch.
 """
@@ -19,7 +19,7 @@ from .hybrids.mamba_families import FamilyReader, TensorShapes, checked
 from .layer_parts import AltUpSpec, LayerInputSpec
 from .layer_tensors import LLAMA, ExpertNames
 from .mixers import AttentionSpec, ChannelMixerSpec, ExpertsSpec, MlpAndExpertsSpec, MlpSpec, QkNorm
-from .transformer import ConfigReader, RopeConfig
+from .transformer import TRY_TRANSFORMERS, ConfigReader, RopeConfig
 
 __all__ = ["GEMMAS"]
 
@@ -28,7 +28,7 @@ _SPELLING = replace(
     LLAMA,
     ln2="pre_feedforward_layernorm",
     experts=ExpertNames(
-        room="",
+        prefix="",
         router="router.proj",
         router_gains=("router.scale", "router.per_expert_scale"),
         parts=("experts.gate_up_proj", "experts.down_proj"),
@@ -43,7 +43,8 @@ _SPELLING = replace(
 
 
 def _gemma3n(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Gemma 3n: AltUp, LAuReL, inputs of each layer, sparse MLPs, keys and values of earlier layers."""
+    """Architecture of Gemma 3n: AltUp, LAuReL, inputs of each layer, sparse MLPs, keys and values of earlier
+    layers."""
     layers = reader.integer("num_hidden_layers", 35)
     types = reader.strings("layer_types") or [SLIDING if (n + 1) % 5 else FULL for n in range(layers)]
     sizes = reader.integer("head_dim", 256), reader.integer("num_key_value_heads", 2)
@@ -52,7 +53,7 @@ def _gemma3n(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     sparsity = _by_layer(reader, "activation_sparsity_pattern", default, layers)
     if any(not 0 <= share < 1 for share in sparsity):
         raise ConfigError(
-            f"{reader.source}: expected activation_sparsity_pattern to list shares from 0 to below 1, found "
+            f"{reader.source}: expected activation_sparsity_pattern to list numbers from 0 to below 1, found "
             f"{sparsity}; correct the file, or fetch it again"
         )
     activation = read_activation(reader, "gelu_pytorch_tanh", "hidden_activation")
@@ -83,16 +84,16 @@ def _gemma3n(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 
 def _gemma4(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Gemma 4: wider heads in layers of full attention, inputs of each layer, keys and values of earlier
-    layers, values from the key projection, experts parallel to the MLP."""
+    """Architecture of Gemma 4: wider heads in layers of full attention, inputs of each layer, keys and values
+    of earlier layers, values from the key projection, experts parallel to the MLP."""
     layers = reader.integer("num_hidden_layers", 30)
     types = reader.strings("layer_types") or [SLIDING if (n + 1) % 6 else FULL for n in range(layers)]
-    types = [*types[:-1], FULL]  # the reference overrides the type of the last layer
+    types = [*types[:-1], FULL]  # transformers overrides the type of the last layer
     # "vision" makes image tokens attend both ways, which changes nothing in a text.
     if (ahead := reader.raw.get("use_bidirectional_attention")) not in (None, False, "vision"):
         raise ConfigError(
-            f"{reader.source}: expected use_bidirectional_attention of images alone ('vision'), found "
-            f"{ahead!r}; this model cannot run here"
+            f"{reader.source}: expected use_bidirectional_attention to be false, null or 'vision' (among "
+            f"image tokens only), found {ahead!r}; {TRY_TRANSFORMERS}"
         )
     has_key_values = reader.flag("attention_k_eq_v", False)
     sizes = _sizes_of_gemma4(reader, types, has_key_values=has_key_values)
@@ -107,8 +108,8 @@ def _gemma4(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     vocab_size = reader.integer("vocab_size", 262144)
     if (width := reader.integer("hidden_size_per_layer_input", 256, least=0)) and rows < vocab_size:
         raise ConfigError(
-            f"{reader.source}: expected inputs of layers for all {vocab_size} tokens, found "
-            f"vocab_size_per_layer_input={rows}; this model cannot run here"
+            f"{reader.source}: expected vocab_size_per_layer_input to be at least vocab_size ({vocab_size}), "
+            f"found {rows}; {TRY_TRANSFORMERS}"
         )
     layer_input = LayerInputSpec(width, rows, activation) if width else None
     parts = {"layer_input": layer_input, "has_scalar": True}
@@ -125,7 +126,12 @@ def _gemma4(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _channel_of_gemma4(reader: ConfigReader, mlp: MlpSpec) -> ChannelMixerSpec:
-    """Channel mixer of Gemma 4: the MLP, with experts beside it if the config has them."""
+    """Spec of the channel mixer of a Gemma 4 layer: an MLP, with parallel experts if the config enables them.
+
+    Arguments:
+        reader: The config.json.
+        mlp: The layer's MLP.
+    """
     if not reader.flag("enable_moe_block", False):
         return mlp
     experts = ExpertsSpec(
@@ -133,7 +139,7 @@ def _channel_of_gemma4(reader: ConfigReader, mlp: MlpSpec) -> ChannelMixerSpec:
         chosen=reader.integer("top_k_experts"),
         intermediate_size=reader.integer("moe_intermediate_size"),
         activation=mlp.activation,
-        # The reference normalises the top k of a softmax over all, which is the softmax over the top k.
+        # transformers normalises the top k of a softmax over all, which is the softmax over the top k.
         routing="softmax of chosen",
         is_listed=False,
     )
@@ -143,7 +149,13 @@ def _channel_of_gemma4(reader: ConfigReader, mlp: MlpSpec) -> ChannelMixerSpec:
 def _sizes_of_gemma4(
     reader: ConfigReader, types: Sequence[str], *, has_key_values: bool
 ) -> list[tuple[int, int]]:
-    """(head width, key heads) of each layer of Gemma 4; layers of full attention have sizes of their own.
+    """(entries of a head, number of key heads) of each layer of Gemma 4, which depend on the layer's type.
+
+    Arguments:
+        reader: The config.json.
+        types: Type of each layer.
+        has_key_values: Whether values come from the key projection in layers of full attention, which may
+            then have another number of key heads.
 
     Raises:
         ConfigError: Sizes differ between layers of one type.
@@ -159,14 +171,20 @@ def _sizes_of_gemma4(
         distinct = sorted({size for size, type_ in zip(sizes, types, strict=True) if type_ == kind})
         if len(distinct) > 1:
             raise ConfigError(
-                f"{reader.source}: expected heads of one width and number in all {kind} layers, found "
-                f"(head_dim, num_key_value_heads) {distinct}; this model cannot run here"
+                f"{reader.source}: expected the same head_dim and num_key_value_heads in all {kind} layers, "
+                f"found {distinct}; {TRY_TRANSFORMERS}"
             )
     return sizes
 
 
 def _sizes_by_layer(reader: ConfigReader, default: tuple[int, int], layers: int) -> list[tuple[int, int]]:
-    """(head width, key heads) of each layer from `per_layer_config`, which lists exceptions by layer number.
+    """(entries of a head, number of key heads) of each layer from the config key per_layer_config, which maps
+    numbers of layers to sizes that differ from the default.
+
+    Arguments:
+        reader: The config.json.
+        default: Sizes of layers that are not listed.
+        layers: Number of layers.
 
     Raises:
         ConfigError: An entry is for no layer, or has other keys.
@@ -176,8 +194,8 @@ def _sizes_by_layer(reader: ConfigReader, default: tuple[int, int], layers: int)
         is_valid = isinstance(entry, dict) and set(entry) <= set(keys)
         if not name.isdigit() or int(name) >= layers or not is_valid:
             raise ConfigError(
-                f"{reader.source}: expected per_layer_config to tell {' and '.join(keys)} of layers below "
-                f"{layers}, found {name!r}: {entry!r}; this model cannot run here"
+                f"{reader.source}: expected per_layer_config to map layer numbers below {layers} to "
+                f"{' and '.join(keys)}, found {name!r}: {entry!r}; {TRY_TRANSFORMERS}"
             )
         section = ConfigReader(entry, f"{reader.source}: per_layer_config")
         sizes[int(name)] = (section.integer(keys[0], default[0]), section.integer(keys[1], default[1]))
@@ -185,21 +203,21 @@ def _sizes_by_layer(reader: ConfigReader, default: tuple[int, int], layers: int)
 
 
 Ropes = Mapping[str, tuple[ConfigReader, float]]
-"""Layer type -> (section of the config with its rope parameters, default of rope_theta)."""
+"""Layer type -> (section of config.json with the rope parameters of such layers, default of rope_theta)."""
 
 
 @dataclass(frozen=True)
 class _Defaults:
-    """Values for keys that a config leaves out."""
+    """Values of settings for keys that a config.json of Gemma 3n or 4 leaves out."""
 
     shared_layers: int
-    """Number of last layers that reuse keys and values, num_kv_shared_layers."""
+    """Number of last layers that reuse keys and values (config key num_kv_shared_layers)."""
     hidden: int
-    """Hidden size."""
+    """Hidden size of the model."""
     heads: int
     """Number of query heads."""
     context: int
-    """max_position_embeddings."""
+    """Largest length of a prompt, in tokens (config key max_position_embeddings)."""
 
 
 def _config(
@@ -213,12 +231,12 @@ def _config(
     parts: Mapping[str, Any],
     has_key_values: bool = False,
 ) -> ComposedArchitecture:
-    """Parts of the architecture that Gemma 3n and Gemma 4 have in common.
+    """Architecture of a Gemma 3n or Gemma 4, as far as both have it in common.
 
     Arguments:
         reader: The config.json.
         types: Type of each layer.
-        sizes: (head width, key heads) of each layer.
+        sizes: (entries of a head, number of key heads) of each layer.
         channels: Channel mixer of each layer.
         ropes: Rope parameters of each layer type.
         defaults: Values for keys that the config leaves out.
@@ -278,27 +296,33 @@ def _config(
 
 
 def _sources(reader: ConfigReader, types: Sequence[str], n_sharing: int) -> list[int | None]:
-    """Layer whose keys and values each layer reuses; None for layers with their own.
+    """For each layer, the number of the layer whose keys and values it reuses; None for a layer with its own.
 
-    The last `n_sharing` layers reuse those of the last layer of their type before them.
+    The last `n_sharing` layers reuse keys and values of the last layer of the same type before them.
+
+    Arguments:
+        reader: The config.json.
+        types: Type of each layer.
+        n_sharing: Number of last layers that reuse keys and values.
 
     Raises:
-        ConfigError: There is no such layer.
+        ConfigError: There is no layer of the same type before them.
     """
     n_own = len(types) - n_sharing
     missing = set(types) - set(types[: max(n_own, 0)])
     if n_sharing and missing:
         raise ConfigError(
-            f"{reader.source}: expected a layer of each type before the last {n_sharing}, which read its "
-            f"keys and values (num_kv_shared_layers), found no {sorted(missing)[0]} among the first "
-            f"{max(n_own, 0)}; correct the file, or fetch it again"
+            f"{reader.source}: expected a layer of each type before the last {n_sharing} layers, which reuse "
+            f"its keys and values (num_kv_shared_layers), found no {sorted(missing)[0]} layer among the "
+            f"first {max(n_own, 0)}; correct the file, or fetch it again"
         )
     last = {kind: layer for layer, kind in enumerate(types[:n_own])}
     return [None if layer < n_own else last[kind] for layer, kind in enumerate(types)]
 
 
 def _two_ropes(reader: ConfigReader) -> Ropes:
-    """Rope parameters of Gemma 3n; older configs have rope_theta and rope_local_base_freq, as Gemma 3."""
+    """Rope parameters of each layer type of Gemma 3n; older configs have rope_theta and rope_local_base_freq,
+    like those of Gemma 3."""
     raw, parameters = reader.raw, reader.mapping("rope_parameters")
     full = {
         "rope_theta": raw.get("rope_theta"),
@@ -314,12 +338,12 @@ def _two_ropes(reader: ConfigReader) -> Ropes:
 
 
 def _without_nulls(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Rope parameters without null entries."""
+    """Copy of rope parameters without the keys whose value is null."""
     return {key: value for key, value in parameters.items() if value is not None}
 
 
 def _two_ropes_of_gemma4(reader: ConfigReader) -> Ropes:
-    """Rope parameters of Gemma 4."""
+    """Rope parameters of each layer type of Gemma 4."""
     defaults: dict[str, dict[str, Any]] = {
         SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
         FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
@@ -330,7 +354,7 @@ def _two_ropes_of_gemma4(reader: ConfigReader) -> Ropes:
 
 
 def _rope(section: ConfigReader, theta: float, head_dim: int, context: int) -> RopeConfig:
-    """Rope of the layers of one type.
+    """Rotary position embedding of the layers of one type.
 
     A "proportional" rope rotates only a share of the pairs of a head, with the frequencies that these pairs
     would have if the whole head rotated.
@@ -338,7 +362,7 @@ def _rope(section: ConfigReader, theta: float, head_dim: int, context: int) -> R
     Arguments:
         section: Rope parameters of the layer type.
         theta: Default of rope_theta.
-        head_dim: Entries of a head.
+        head_dim: Number of entries of a head.
         context: Value of max_position_embeddings.
 
     Raises:
@@ -346,8 +370,8 @@ def _rope(section: ConfigReader, theta: float, head_dim: int, context: int) -> R
     """
     if section.raw.get("truncate") is False:
         raise ConfigError(
-            f"{section.source}: expected no truncate=False, which the reference looks for where there is one "
-            "rope for all layers, found it of one type of layers; this model cannot run here"
+            f"{section.source}: expected no truncate=False in the rope parameters of one layer type, where "
+            f"transformers ignores it, found it; {TRY_TRANSFORMERS}"
         )
     if section.raw.get("rope_type") != "proportional":
         raw = {"rope_parameters": section.raw, "max_position_embeddings": context}
@@ -363,18 +387,29 @@ def _rope(section: ConfigReader, theta: float, head_dim: int, context: int) -> R
 
 
 def _by_layer(reader: ConfigReader, key: str, default: Any, layers: int) -> list[float]:
-    """One number per layer, from a list with one per layer or a single number for all; ConfigError
-    otherwise."""
+    """The number that a config key gives for each layer: a list with one entry per layer, or a single number
+    for all.
+
+    Arguments:
+        reader: The config.json.
+        key: The config key.
+        default: Value for an absent key or a null.
+        layers: Number of layers.
+
+    Raises:
+        ConfigError: The value is neither a number nor a list with one number per layer.
+    """
     value = reader.raw.get(key, default)
     reader.read.add(key)
     value = default if value is None else value
-    listed = value if isinstance(value, list) else [value] * layers
-    if len(listed) != layers or any(isinstance(n, bool) or not isinstance(n, int | float) for n in listed):
+    numbers = value if isinstance(value, list) else [value] * layers
+    are_numbers = all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers)
+    if len(numbers) != layers or not are_numbers:
         raise ConfigError(
-            f"{reader.source}: expected {key} to be a number, or one for each of {layers} layers, found "
-            f"{value!r}; correct the file, or fetch it again"
+            f"{reader.source}: expected {key} to be a number, or a list with a number for each of {layers} "
+            f"layers, found {value!r}; correct the file, or fetch it again"
         )
-    return list(listed)
+    return list(numbers)
 
 
 GEMMAS: dict[str, FamilyReader] = {

@@ -34,20 +34,21 @@ TensorShapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class KnownFamily:
-    """A supported family."""
+    """A supported family of models: how its config.json is read, and its row in the table of families."""
 
     reader: Callable[[ConfigReader, TensorShapes], Architecture]
     """Function (config.json, shapes of the checkpoint's tensors by name) -> architecture."""
     describe: Callable[[], Mapping[str, str]]
-    """Function that makes the family's row of the table of families."""
+    """Function () -> the family's row in the table of families, column name -> text."""
     reads_tensors: bool = False
-    """Whether the reader needs the tensor shapes, as config.json alone is not sufficient."""
+    """Whether `reader` needs the tensor shapes, because config.json alone does not decide the
+    architecture."""
     reports_unread_keys: bool = False
-    """Whether the user is told of config keys that the reader does not read."""
+    """Whether a warning lists the keys of a config.json that `reader` does not read."""
 
     @property
     def described(self) -> Mapping[str, str]:
-        """Row of the table of families: column name -> text."""
+        """The family's row in the table of families: column name -> text."""
         return self.describe()
 
     def read(self, config: ConfigReader, shapes: TensorShapes) -> Architecture:
@@ -137,33 +138,34 @@ _NAMES: tuple[tuple[dict[str, str], tuple[str, ...]], ...] = (
     ({"sliding_window": "attention_window_size", **_TYPES}, ("recurrent_gemma",)),
     ({"head_dim": "attention_head_dim", **_TYPES}, ("zamba", "zamba2")),
 )
-"""(second name of a key -> its name in config.json, families with these names)."""
+"""(second name of a config key -> its name in config.json, model_types of the families with these names)."""
 SECOND_NAMES = {family: names for names, families in _NAMES for family in families}
 """model_type -> second name of a key -> its name in config.json: the `attribute_map` of the family's
 configuration in transformers, for keys that change results."""
 
 
 def by_own_names(config: ConfigReader) -> ConfigReader:
-    """Copy of a config in which second names of keys are replaced by the family's own names.
+    """Copy of a config.json in which second names of keys (`SECOND_NAMES`) are replaced by the names that the
+    family's own files have.
 
     Raises:
-        ConfigError: A key is present under both names with two values; which of them the reference uses
+        ConfigError: A key is present under both names with two values; which of them transformers uses
             depends on their order in the file.
     """
-    keys = dict(config.raw)
-    for alias, name in SECOND_NAMES.get(str(keys.get("model_type")), {}).items():
-        if alias in keys:
-            value = keys.pop(alias)
-            if keys.setdefault(name, value) != value:
+    values = dict(config.raw)
+    for alias, name in SECOND_NAMES.get(str(values.get("model_type")), {}).items():
+        if alias in values:
+            value = values.pop(alias)
+            if values.setdefault(name, value) != value:
                 raise ConfigError(
-                    f"{config.source}: expected one value of {name} and {alias}, two names of one key, found "
-                    f"{keys[name]!r} and {value!r}; leave one out"
+                    f"{config.source}: expected {name} and {alias}, two names of the same setting, to have "
+                    f"one value, found {values[name]!r} and {value!r}; remove one of them"
                 )
-    return config.reading(keys)
+    return config.reading(values)
 
 
 def _attending(model_type: str) -> KnownFamily:
-    """Entry of a family in attending/."""
+    """Entry of `KNOWN` for a family whose layers all have attention (attending/)."""
     family = ATTENDING[model_type]
     return KnownFamily(
         family.read,
@@ -174,21 +176,21 @@ def _attending(model_type: str) -> KnownFamily:
 
 
 def _tower(model_type: str) -> KnownFamily:
-    """Entry of a multimodal family, whose text model is another supported family."""
+    """Entry of `KNOWN` for a multimodal family, whose text model belongs to another supported family."""
     tower = TOWERS[model_type]
 
     def read(reader: ConfigReader, shapes: TensorShapes) -> Architecture:
         section = text_section(reader, shapes)
-        text = section.raw["model_type"]
+        text_type = section.raw["model_type"]
         # The text model itself must not be multimodal.
-        if text not in KNOWN or text in TOWERS:
-            near = nearest(str(text), KNOWN)
+        if text_type not in KNOWN or text_type in TOWERS:
+            near = nearest(str(text_type), KNOWN)
             raise ConfigError(
-                f"{section.source}: expected model_type to be that of a text model known here, found {text!r}"
-                + (f"; nearest is {near!r}" if near else "")
+                f"{section.source}: expected the model_type of a text model that `mizarr models families` "
+                f"lists, found {text_type!r}" + (f"; nearest is {near!r}" if near else "")
             )
         # The text model is read without shapes: its tensors have other names in the larger checkpoint.
-        return read_tower(KNOWN[text].read(section, {}), shapes)
+        return read_tower(KNOWN[text_type].read(section, {}), shapes)
 
     examples = f"{tower.examples}, of which the text model runs"
     as_text = f"as `{tower.text}`"
@@ -197,19 +199,20 @@ def _tower(model_type: str) -> KnownFamily:
 
 
 def _hybrid(model_type: str, family: FamilyReader) -> KnownFamily:
-    """Entry of a family in one of the other tables."""
+    """Entry of `KNOWN` for a family with other mixers than attention, or with both (hybrids/, RWKV, Gemma 3n
+    and 4)."""
     row = _row(model_type, family.examples, family.norm, family.mlp, family.mixers, family.head)
     return KnownFamily(family.config, lambda: row, family.reads_tensors)
 
 
 def _pair(model_type: str) -> KnownFamily:
-    """Entry of an encoder-decoder family."""
+    """Entry of `KNOWN` for an encoder-decoder family (pairs/)."""
     family = PAIRS[model_type]
     return KnownFamily(family.build, lambda: family.described, reads_tensors=True)
 
 
 def _row(model_type: str, examples: str, norm: str, mlp: str, attention: str, head: str) -> dict[str, str]:
-    """A row of the table of families: column name -> text."""
+    """A row of the table of families, column name -> text: each argument is the text of one column."""
     row = {"model_type": model_type, "examples": examples, "norm": norm, "mlp": mlp}
     return row | {"attention": attention, "head": head}
 

@@ -34,15 +34,17 @@ from .transformer import ActivationName
 __all__ = ["AltUpSpec", "LayerInputSpec", "laurel_tensors"]
 
 CORRECTED_SCALE = "altup.correct_output_scale"
-"""Tensor of a layer that checkpoints also hold if `AltUpSpec.scales_corrected` is off."""
+"""Name of a layer's tensor with the weights of `AltUpSpec.scales_corrected`; checkpoints hold it even if that
+is False."""
 
 
 @dataclass(frozen=True)
 class AltUpSpec:
-    """Several parallel streams, of which the layers compute one."""
+    """AltUp (Gemma 3n): several parallel residual streams, of which each layer computes one and predicts the
+    others."""
 
     points: ClassVar[tuple[str, ...]] = ("altup_streams", "altup_predicted", "altup_corrected")
-    """Kinds of its hook points in every layer."""
+    """Kinds of hook points that AltUp has in every layer."""
 
     streams: int
     """Number of parallel streams."""
@@ -54,12 +56,12 @@ class AltUpSpec:
     def __post_init__(self) -> None:
         if not 0 <= self.active < self.streams:
             raise ConfigError(
-                f"expected the active stream to be one of {self.streams}, counted from 0, found "
-                f"{self.active}; correct config.json, or fetch it again"
+                f"expected the index of AltUp's active stream to be 0 to {self.streams - 1}, found "
+                f"{self.active}; correct altup_active_idx in config.json, or fetch it again"
             )
 
     def tensors(self, hidden: int) -> Iterator[tuple[str, Stored]]:
-        """(weight, tensor) pairs of a layer. hidden: hidden size of the model."""
+        """(name of a weight, its tensor) of AltUp in a layer. hidden: hidden size of the model."""
         n = self.streams
         yield "altup.router", Stored("altup.modality_router.weight", (n, hidden))
         yield "altup.norm", Stored("altup.router_norm.weight", (hidden,))
@@ -69,7 +71,13 @@ class AltUpSpec:
             yield "altup.scale", Stored(CORRECTED_SCALE, (hidden,))
 
     def outer_tensors(self, root: str, hidden: int) -> Iterator[tuple[str, Stored]]:
-        """(weight, tensor) pairs outside of layers. root: prefix of the embedding's tensor."""
+        """(name of a weight, its tensor) of AltUp outside of layers: maps from the embedding to each stream
+        but the first, and back at the end.
+
+        Arguments:
+            root: Prefix of the embedding's tensor name, such as "model.".
+            hidden: Hidden size of the model.
+        """
         for stream in range(1, self.streams):
             for direction, name in (("in", "altup_projections"), ("out", "altup_unembed_projections")):
                 stored = Stored(f"{root}{name}.{stream - 1}.weight", (hidden, hidden))
@@ -78,31 +86,34 @@ class AltUpSpec:
 
 @dataclass(frozen=True)
 class LayerInputSpec:
-    """Per-layer input: a vector per token that one layer gates by its stream and adds to it."""
+    """Per-layer input (Gemma 3n and 4): a vector per token and layer, which the layer gates by its residual
+    stream, projects and adds to the stream."""
 
     points: ClassVar[tuple[str, ...]] = tuple(
         f"layer_input_{name}" for name in ("embed", "gate", "scale", "normalized", "out")
     )
-    """Kinds of its hook points."""
+    """Kinds of hook points that per-layer inputs have in every layer."""
 
     size: int
-    """Width of the vector."""
+    """Width of one layer's vector."""
     rows: int
-    """Rows of the table of all layers; tokens beyond it use the first row."""
+    """Number of rows of the table with the vectors of all layers; token ids beyond it use the first row."""
     activation: ActivationName
     """Activation function of the gate."""
 
     def tensors(self, hidden: int) -> Iterator[tuple[str, Stored]]:
-        """(weight, tensor) pairs of a layer. hidden: hidden size of the model."""
+        """(name of a weight, its tensor) of the per-layer input in a layer. hidden: hidden size of the
+        model."""
         yield "input.gate", Stored("per_layer_input_gate.weight", (self.size, hidden))
         yield "input.out", Stored("per_layer_projection.weight", (hidden, self.size))
         yield "input.norm", Stored("post_per_layer_input_norm.weight", (hidden,))
 
     def outer_tensors(self, root: str, hidden: int, layers: int) -> Iterator[tuple[str, Stored]]:
-        """(weight, tensor) pairs outside of layers, for the inputs of all layers side by side.
+        """(name of a weight, its tensor) of per-layer inputs outside of layers: a table and a projection with
+        the inputs of all layers side by side, and a norm.
 
         Arguments:
-            root: Prefix of the embedding's tensor.
+            root: Prefix of the embedding's tensor name, such as "model.".
             hidden: Hidden size of the model.
             layers: Number of layers.
         """
@@ -113,7 +124,12 @@ class LayerInputSpec:
 
 
 def laurel_tensors(rank: int, hidden: int) -> Iterator[tuple[str, Stored]]:
-    """(weight, tensor) pairs of LAuReL in a layer."""
+    """(name of a weight, its tensor) of LAuReL in a layer.
+
+    Arguments:
+        rank: Rank of LAuReL's low-rank projection.
+        hidden: Hidden size of the model.
+    """
     yield "laurel.left", Stored("laurel.linear_left.weight", (rank, hidden))
     yield "laurel.right", Stored("laurel.linear_right.weight", (hidden, rank))
     yield "laurel.norm", Stored("laurel.post_laurel_norm.weight", (hidden,))

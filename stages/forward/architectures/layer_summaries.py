@@ -25,15 +25,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class AttentionMixer:
-    """Attention: how the scores of a layer are scaled, masked and capped."""
+    """Attention of a layer: how its scores are scaled, masked and capped."""
 
     kind: ClassVar[str] = "attention"
     scale: float
-    """Factor of q k^T."""
+    """Factor of the scores q k^T."""
     window: int | None = None
-    """Number of keys that a query sees backwards, itself included; None for all."""
+    """Number of keys that a query sees backwards, itself included; None for all keys."""
     soft_cap: float | None = None
-    """c in c tanh(scores / c), applied before the mask; None for no cap."""
+    """Cap c of the scores, c tanh(scores / c), before the mask; None for no cap."""
     sinks: Any = field(default=None, compare=False, repr=False)
     """Learned logits of the attention sink, [head], set by the network; None without sinks."""
     is_bidirectional: bool = False
@@ -51,12 +51,12 @@ class AttentionMixer:
 
     @property
     def room(self) -> str:
-        """Prefix of the kinds of its hook points: "cross_" or ""."""
+        """Prefix of the names of its hook points: "cross_" for cross-attention, else ""."""
         return "cross_" if self.part == "cross" else ""
 
     @property
     def is_capped(self) -> bool:
-        """Whether scores have a soft cap, which fused attention kernels do not support."""
+        """Whether scores have a soft cap (which fused attention kernels do not support)."""
         return self.soft_cap is not None
 
     def capped(self, scores: Any, xp: Any) -> Any:
@@ -93,7 +93,7 @@ class ConvolutionMixer:
 
 @dataclass(frozen=True)
 class NoMixer:
-    """Placeholder for the mixer of a layer that has a channel mixer only."""
+    """Placeholder for the mixer of a layer that has only a channel mixer, such as an MLP."""
 
     kind: ClassVar[str] = "none"
     is_bidirectional: ClassVar[bool] = False
@@ -103,7 +103,8 @@ class NoMixer:
 
 @dataclass(frozen=True)
 class OpaqueMixer:
-    """Unknown mixer of a layer that transformers computes (bridge); the least favourable case is assumed."""
+    """Mixer of a layer that transformers computes (bridge): how it mixes positions is unknown, so it is
+    assumed to mix all of them."""
 
     kind: ClassVar[str] = "unknown mixer"
     is_bidirectional: ClassVar[bool] = True
@@ -159,7 +160,7 @@ Mixer = (
 
 @dataclass(frozen=True)
 class Layer:
-    """Torch-free summary of one layer."""
+    """Torch-free summary of one layer: its mixer, its channel mixer and the place of its norms."""
 
     mixer: Mixer
     """Attention, recurrence or convolution: the part that mixes positions."""

@@ -49,36 +49,39 @@ __all__ = ["LLAMA", "EncoderNames", "ExpertNames", "PairNames", "Spelling", "com
 Named = Iterator[tuple[str, Stored]]
 """(name of a weight, its tensor) pairs."""
 Factors = tuple[tuple[int, float], ...]
-"""`Stored.factors`."""
+"""(number of rows, factor) of consecutive rows of a weight (`Stored.factors`); () for no factors."""
 CORRECTED = ("sigmoid", "sigmoid of chosen", "chosen of corrected softmax")
-"""Routings with a correction bias, which is added to the scores for the choice of experts."""
+"""Routings (`ExpertsSpec.routing`) in which a learned correction is added to the router's scores when experts
+are chosen."""
 _OWN_KEYS = ("k_proj.weight", "v_proj.weight", "k_norm.weight", "k_proj.bias", "v_proj.bias")
 """Tensors of keys and values below the attention module (Gemma 3n and 4)."""
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of experts in a layer."""
+    """Names of the tensors of router and experts within a layer."""
 
-    room: str = "mlp."
-    """Prefix of the tensors of the experts, below the layer."""
+    prefix: str = "mlp."
+    """Prefix of the tensors of router and experts, below the layer."""
     router: str = "gate"
-    """Router."""
+    """Name of the router."""
     parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    """Projections of each expert; or two tensors (gate and up, down) that hold all experts."""
+    """Names of each expert's projections; or of two tensors (gate and up, down) that hold all experts."""
     ending: str = ".weight"
     """Suffix of the names of tensors that hold all experts."""
     correction: str = ".e_score_correction_bias"
     """Correction bias of the router scores: a suffix of the router's name if it begins with a dot, a name in
     the layer if it begins with a slash."""
     router_gains: tuple[str, str] = ("", "")
-    """Experts parallel to an MLP: learned factors of the router's input, and of each expert's weight."""
+    """For experts parallel to an MLP: names of the learned factors of the router's input, and of each
+    expert's routing weight; "" for other experts."""
     beside_norms: tuple[str, str, str] = ("", "", "")
-    """Experts parallel to an MLP: norms of the MLP's output, of the experts' input, and of their output."""
+    """For experts parallel to an MLP: names of the norms of the MLP's output, of the experts' input, and of
+    the experts' output; "" for other experts."""
     shared: str = ""
     """Prefix of the shared expert's tensors; "" for no shared expert."""
     shared_gate: str = ""
-    """Gate of the shared expert; "" for no gate."""
+    """Name of the gate of the shared expert; "" for no gate."""
 
 
 @dataclass(frozen=True)
@@ -86,28 +89,28 @@ class EncoderNames:
     """Tensor names of parts that mostly encoders have: token types, head transform, relative positions."""
 
     token_types: str = ""
-    """Table of token type embeddings; "" if the checkpoint has none."""
+    """Name of the table of token type embeddings; "" if the checkpoint has none."""
     embed_in: str = ""
-    """Projection from the embedding width to the hidden size."""
+    """Name of the projection from the embedding width to the hidden size; "" for no projection."""
     transform: tuple[str, str] = ("", "")
-    """Dense map and norm before the head."""
+    """Names of the dense map and the norm before the language head; "" for no transform."""
     head_bias: str = ""
-    """Bias of a tied language head, if it is stored under another name than the head."""
+    """Name of the bias of a tied language head; "" if it is the head's name with ".bias"."""
     own_head_bias: str = ""
-    """Bias of an untied language head, if it is stored under another name than the head."""
+    """Name of the bias of an untied language head; "" if it is the head's name with ".bias"."""
     frequencies: str = ""
-    """Stored rope frequencies; "" if the checkpoint has none."""
+    """Name of the tensor with the frequencies of rope; "" if the checkpoint has none."""
     has_old_norms: bool = False
     """Whether weight and bias of modules called LayerNorm are named gamma and beta, as in TensorFlow."""
     attention_biases: tuple[str, ...] = ()
-    """Query and value biases, if they are stored apart from a fused projection."""
+    """Names of the query and value biases, if they are stored apart from a fused projection; () otherwise."""
     relative: str = ""
-    """Table of relative position embeddings, by distance; below the layer if layers have tables of their own
-    (`RelativeSpec.source`)."""
+    """Name of the table of relative position embeddings; below the layer if layers have tables of their own
+    (`RelativeSpec.source`). "" for no table."""
     relative_norm: str = ""
-    """Layer norm of the table of relative position embeddings; "" for no norm."""
+    """Name of the layer norm of the table of relative position embeddings; "" for no norm."""
     relative_parts: tuple[str, str] = ("", "")
-    """Query and key projections of the relative position table."""
+    """Names of the query and key projections of the table of relative position embeddings; "" for none."""
 
 
 @dataclass(frozen=True)
@@ -115,90 +118,95 @@ class PairNames:
     """Tensor names of encoder-decoders, in addition to those of the encoder and its layers in `Spelling`."""
 
     layer: str
-    """Prefix of decoder layers; "{}" stands for the layer's number within the decoder."""
+    """Prefix of the tensors of decoder layers; "{}" stands for the layer's number within the decoder."""
     ln2: str
-    """Norm before, or after, the MLP of a decoder layer."""
+    """Name of the norm before, or after, the MLP of a decoder layer."""
     mlp: str
-    """Prefix of the MLP of a decoder layer."""
+    """Prefix of the MLP's tensors in a decoder layer."""
     cross: str
-    """Prefix of cross-attention; its projections are named as those of self-attention."""
+    """Prefix of the tensors of cross-attention, whose projections are named as those of self-attention."""
     ln_cross: str
-    """Norm of cross-attention."""
+    """Name of the norm of cross-attention."""
     memory_norm: str
-    """Final norm of the encoder."""
+    """Name of the final norm of the encoder."""
     positions: str = ""
-    """The decoder's table of learned positions."""
+    """Name of the decoder's table of learned positions; "" for no table."""
     embed_norm: str = ""
-    """The decoder's norm of the embeddings."""
+    """Name of the decoder's norm of the embeddings; "" for no norm."""
     embeds: tuple[str, ...] = ("encoder.embed_tokens", "decoder.embed_tokens")
     """Other names under which a checkpoint may repeat the embedding."""
 
 
 @dataclass(frozen=True)
 class Spelling:
-    """Tensor names of a checkpoint. Names of modules inside a layer end with a dot."""
+    """Tensor names of a checkpoint, without ".weight" and ".bias". Prefixes of modules inside a layer end
+    with a dot; names inside a layer are below the layer's prefix. "" stands for a tensor that the family does
+    not have."""
 
     embed: str = "model.embed_tokens"
-    """Module of the token embedding, without ".weight"."""
+    """Name of the token embedding."""
     head: str = "lm_head"
-    """Module of the language head, without ".weight"; if it is tied, the checkpoint may leave it out."""
+    """Name of the language head; if it is tied, the checkpoint may leave it out."""
     positions: str = ""
-    """Table of learned positions."""
+    """Name of the table of learned positions."""
     embed_norm: str = ""
-    """Norm of the embeddings."""
+    """Name of the norm of the embeddings."""
     unread: tuple[str, ...] = ()
-    """Tensors of the checkpoint that no layer reads; "{}" stands for the number of each layer."""
+    """Full names of tensors that checkpoints hold and no layer reads; "{}" stands for the number of each
+    layer."""
     final_norm: str = "model.final_layernorm"
-    """Norm before the language head, or before its transform in encoders."""
+    """Name of the norm before the language head, or before its transform in encoders."""
     layer: str = "model.layers.{}."
-    """Prefix of layer tensors; "{}" stands for the layer number."""
+    """Prefix of the tensors of a layer; "{}" stands for the layer's number."""
     ln1: str = "input_layernorm"
-    """Norm of the mixer's input; in post-norm layers, of the sum of stream and mixer output."""
+    """Name of the norm of the mixer's input; in post-norm layers, of the sum of stream and mixer output."""
     ln2: str = "pre_ff_layernorm"
-    """Norm of the channel mixer's input; in post-norm layers, of the sum of stream and channel mixer
-    output."""
+    """Name of the norm of the channel mixer's input; in post-norm layers, of the sum of stream and channel
+    mixer output."""
     ln1_post: str = "post_attention_layernorm"
-    """Norm of the mixer's output, before it is added to the stream."""
+    """Name of the norm of the mixer's output, before the output is added to the stream."""
     ln2_post: str = "post_feedforward_layernorm"
-    """Norm of the channel mixer's output, before it is added to the stream."""
+    """Name of the norm of the channel mixer's output, before the output is added to the stream."""
     mixer: str = "mamba."
-    """Prefix of mixers other than attention."""
+    """Prefix of the tensors of mixers other than attention."""
     mixer_norm: str = "norm"
-    """Norm of a mixer's inner output, before its output projection."""
+    """Name of the norm before a mixer's output projection, below the mixer's prefix."""
     attention: str = "self_attn."
-    """Prefix of attention."""
+    """Prefix of the tensors of attention."""
     attention_norms: tuple[str, str] = ("q_norm", "k_norm")
-    """Norms of queries and of keys, below the attention prefix."""
+    """Names of the norms of queries and of keys, below the attention prefix."""
     attention_out: str = "o_proj"
-    """Output projection, below the attention prefix."""
+    """Name of the output projection, below the attention prefix."""
     attention_in: str = ""
-    """Fused query, key and value projection; "" if they are separate."""
+    """Name of the fused query, key and value projection, below the attention prefix; "" if they are
+    separate."""
     attention_parts: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
-    """Separate query, key and value projections, below the attention prefix."""
+    """Names of the separate query, key and value projections, below the attention prefix."""
     gains: tuple[str, str] = ("", "")
-    """Weights [hidden] that scale the stream where attention and MLP are added."""
+    """Names of the weights [hidden] that scale the stream before the outputs of attention and MLP are added
+    (Doge)."""
     inner_norms: tuple[str, str] = ("", "")
-    """Norms before the attention output projection and before the MLP down projection."""
+    """Names of the norms before the attention output projection and before the MLP down projection."""
     mlp: str = "feed_forward."
-    """Prefix of the MLP."""
+    """Prefix of the tensors of the MLP."""
     mlp_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    """MLP projections: gate, up and down; or fused gate_up and down; or up and down."""
+    """Names of the MLP projections: gate, up and down; or fused gate_up and down; or up and down."""
     experts: ExpertNames = ExpertNames("feed_forward.", "router")
-    """Names of router, routed experts and shared expert."""
+    """Names of the tensors of router, routed experts and shared expert."""
     encoder: EncoderNames = EncoderNames()
-    """Names of parts that mostly encoders have, such as token types and head transform."""
+    """Names of the tensors of parts that mostly encoders have, such as token types and head transform."""
     is_transposed: bool = False
     """Whether attention and MLP weights are stored as [in, out] instead of [out, in]."""
     block: str = "shared_transformer."
-    """Prefix of a block that several layers share (Zamba)."""
+    """Prefix of the tensors of a block that several layers share (Zamba)."""
     after_block: str = "mamba_decoder."
-    """Prefix of a layer's own mixer after a shared block (Zamba)."""
+    """Prefix of the tensors of a layer's own mixer after a shared block (Zamba)."""
     ln_cross: str = ""
-    """Norm of cross-attention; set from `pair` in decoder layers."""
+    """Name of the norm of cross-attention, which is set from `pair` in decoder layers."""
     pair: PairNames | None = None
-    """Names of the decoder of an encoder-decoder; None for other models."""
+    """Names of the tensors of an encoder-decoder's decoder; None for other models."""
     rwkv: RwkvNames = RwkvNames()
-    """Names of the parts of RWKV."""
+    """Names of the tensors of RWKV's time mix and channel mix."""
 
 
 LLAMA = Spelling(
@@ -284,17 +292,18 @@ class HybridShapes(Protocol):
 
 
 def composed_tensors(config: HybridShapes) -> Tensors:
-    """Map of an architecture's weights to tensors; "head" is the tensor of the embedding if both are tied."""
+    """Map from an architecture's weights to the tensors of a checkpoint; the weight "head" is stored in the
+    tensor of the embedding if both are tied."""
     c, spelling = config, config.spelling
     outside = _embeddings(c)
     if c.final_norm is not None:
-        biased = _has_biased_norms(c) and c.final_norm.has_bias
-        outside |= _norm("final_norm", spelling.final_norm, c, has_bias=biased)
+        has_bias = _has_biased_norms(c) and c.final_norm.has_bias
+        outside |= _norm("final_norm", spelling.final_norm, c, has_bias=has_bias)
     head_input = c.hidden_size
     if c.transform is not None:
         outside |= _transform(c, c.transform)
         head_input = c.transform.width
-    tied, factors = c.tie_word_embeddings, _all(c.vocab_size, c.logit_factor)
+    tied, factors = c.tie_word_embeddings, _one_factor(c.vocab_size, c.logit_factor)
     untied_head = f"{spelling.head}.weight"
     head = outside["embed"].name if tied else untied_head
     outside["head"] = Stored(head, (c.vocab_size, head_input), factors=factors)
@@ -317,12 +326,12 @@ def composed_tensors(config: HybridShapes) -> Tensors:
         outside |= c.altup.outer_tensors(root, c.hidden_size)
     if (layer_input := c.blocks[0].layer_input) is not None:
         outside |= layer_input.outer_tensors(root, c.hidden_size, len(c.blocks))
-    layers = [dict(_block(c, block)) for block in c.blocks]
-    repeated, unread = _repeated(c)
-    tensors = Tensors(outside, layers, spelling.layer, copies | repeated)
+    layers = [dict(_layer_tensors(c, block)) for block in c.blocks]
+    block_copies, unread = _copies_of_shared_blocks(c)
+    tensors = Tensors(outside, layers, spelling.layer, copies | block_copies)
     unread |= {name.format(layer) for name in spelling.unread for layer in range(len(c.blocks))}
     for layer, block in enumerate(c.blocks):
-        unread |= {spelling.layer.format(layer) + name for name in _unread(block, spelling, c.altup)}
+        unread |= {spelling.layer.format(layer) + name for name in _unread_in(block, spelling, c.altup)}
     if (pair := spelling.pair) is not None:
         embeds = {f"{name}.weight": outside["embed"].name for name in pair.embeds}
         decoder = sum(block.cross is None for block in c.blocks), pair.layer
@@ -330,9 +339,10 @@ def composed_tensors(config: HybridShapes) -> Tensors:
     return replace(tensors, unread=unread - tensors.shapes.keys())
 
 
-def _unread(block: _Block, spelling: Spelling, altup: AltUpSpec | None) -> Iterator[str]:
-    """Tensors that released checkpoints hold for a layer and that it does not read: keys and values of its
-    own, if it reuses those of an earlier layer, and the scale of AltUp's output, if that is off."""
+def _unread_in(block: _Block, spelling: Spelling, altup: AltUpSpec | None) -> Iterator[str]:
+    """Names, within a layer, of tensors that released checkpoints hold and the layer does not read: its key
+    and value projections, if it reuses keys and values of an earlier layer, and the scale of AltUp's output,
+    if that is off."""
     mixers = (mixer for mixer in block.mixers if isinstance(mixer, AttentionSpec))
     if any(mixer.source is not None for mixer in mixers):
         yield from (f"{spelling.attention}{name}" for name in _OWN_KEYS)
@@ -341,8 +351,8 @@ def _unread(block: _Block, spelling: Spelling, altup: AltUpSpec | None) -> Itera
 
 
 def _embeddings(config: HybridShapes) -> dict[str, Stored]:
-    """Embeddings of tokens, token types and positions; their norm, and their projection to the hidden
-    size."""
+    """Name of a weight -> its tensor, for embeddings of tokens, token types and positions, the norm of the
+    embeddings, and their projection to the hidden size."""
     c, spelling = config, config.spelling
     width = c.embedding_width or c.hidden_size
     tensors = {"embed": Stored(f"{spelling.embed}.weight", (c.vocab_size, width))}
@@ -366,7 +376,8 @@ def _embeddings(config: HybridShapes) -> dict[str, Stored]:
 
 
 def _relative_table(config: HybridShapes) -> dict[str, Stored]:
-    """Table of relative positions, which all layers share, and its norm; empty for models without."""
+    """Name of a weight -> its tensor, for a table of relative positions that all layers share, and its norm;
+    empty for models without such a table."""
     mixer, spelling = next(iter(config.blocks[0].mixers), None), config.spelling
     if not isinstance(mixer, AttentionSpec) or (spec := mixer.relative) is None or spec.source is not None:
         return {}
@@ -378,21 +389,21 @@ def _relative_table(config: HybridShapes) -> dict[str, Stored]:
 
 
 def _transform(config: HybridShapes, transform: HeadTransform) -> dict[str, Stored]:
-    """Dense layer and norm before the language head of an encoder."""
+    """Name of a weight -> its tensor, for the dense layer and the norm before the language head of an
+    encoder."""
     dense, norm = config.spelling.encoder.transform
-    size = (transform.width, config.hidden_size)
+    size, has_bias = (transform.width, config.hidden_size), transform.has_norm_bias
     tensors = dict(_linear("transform", dense, size, bias=transform.has_bias))
-    biased = transform.has_norm_bias
-    return tensors | _norm("transform_norm", norm, config, has_bias=biased, width=transform.width)
+    return tensors | _norm("transform_norm", norm, config, has_bias=has_bias, width=transform.width)
 
 
-def _repeated(config: HybridShapes) -> tuple[dict[str, str], set[str]]:
-    """Optional tensors of blocks that layers share (Zamba).
+def _copies_of_shared_blocks(config: HybridShapes) -> tuple[dict[str, str], set[str]]:
+    """(name of a weight, its tensor) of blocks that layers share (Zamba), under the prefixes of all layers.
 
     Returns:
-        Copy -> original, for tensors that a checkpoint may repeat under the prefix of each sharing layer; and
-        the names of all tensors of blocks under the prefix of the layer that stores them, adapters of other
-        layers included.
+        Name of a copy -> name of the original, for tensors that a checkpoint may repeat under the prefix of
+        each sharing layer; and the names of all tensors of blocks under the prefix of the layer that stores
+        them, including adapters of other layers.
     """
     copies, stored_here = {}, set()
     for layer, block in enumerate(config.blocks):
@@ -408,13 +419,14 @@ def _repeated(config: HybridShapes) -> tuple[dict[str, str], set[str]]:
     return copies, stored_here
 
 
-def _all(rows: int, factor: float) -> Factors:
-    """`Stored.factors` for one factor of all rows; () for factor 1."""
+def _one_factor(rows: int, factor: float) -> Factors:
+    """`Stored.factors` of a weight with this number of rows, all of which have the same factor; () for factor
+    1."""
     return () if factor == 1 else ((rows, factor),)
 
 
 def _has_biased_norms(config: HybridShapes) -> bool:
-    """Whether norms of the stream are layer norms with a bias."""
+    """Whether the norms of the residual stream are layer norms with a bias."""
     return config.norm_type == "layer" and config.norm_biases != "none"
 
 
@@ -427,35 +439,39 @@ def _norm(
     factor: float = 1.0,
     width: int | None = None,
 ) -> dict[str, Stored]:
-    """Checkpoint tensors of a norm layer: weight and optional bias.
+    """Name of a weight -> its tensor, for the weight and the optional bias of a norm.
 
     Arguments:
-        weight: Name of the weight.
-        name: Name of the module in the checkpoint.
+        weight: Name of the weight, such as "ln1".
+        name: Name of the norm's module in the checkpoint.
         config: The architecture.
         has_bias: Whether the norm has a bias.
         factor: Factor of the norm's output.
-        width: Width of its input; None for the hidden size.
+        width: Width of the norm's input; None for the hidden size.
     """
     width = width or config.hidden_size
     is_old = config.spelling.encoder.has_old_norms and name.endswith("LayerNorm")
     scale, bias = ("gamma", "beta") if is_old else ("weight", "bias")
     constant, plus = None if config.has_norm_weights else 1.0, 1.0 if config.has_unit_norms else 0.0
-    stored = Stored(f"{name}.{scale}", (width,), factors=_all(width, factor), plus=plus, constant=constant)
+    stored = Stored(
+        f"{name}.{scale}", (width,), factors=_one_factor(width, factor), plus=plus, constant=constant
+    )
     tensors = {weight: stored}
     if has_bias:
         tensors[f"{weight}.bias"] = Stored(f"{name}.{bias}", (width,))
     return tensors
 
 
-def _block(config: HybridShapes, block: _Block) -> Named:
-    """Tensors of a layer, stored under the prefix of another layer if it shares them (`LayerSpec.source`)."""
-    for weight, stored in _inside(config, block):
+def _layer_tensors(config: HybridShapes, block: _Block) -> Named:
+    """(name of a weight, its tensor) of a layer; the tensors are stored under the prefix of another layer if
+    the layer shares that layer's weights (`LayerSpec.source`)."""
+    for weight, stored in _tensors_of_parts(config, block):
         yield weight, stored if block.source is None else replace(stored, layer=block.source)
 
 
-def _inside(config: HybridShapes, block: _Block) -> Named:
-    """Tensors of a layer: shared block, norms, mixers, cross-attention, channel mixer."""
+def _tensors_of_parts(config: HybridShapes, block: _Block) -> Named:
+    """(name of a weight, its tensor) of all parts of a layer: shared block, norms, mixers, cross-attention,
+    channel mixer."""
     spelling, hidden = config.spelling, config.hidden_size
     if block.cross is not None and (pair := spelling.pair) is not None:
         spelling = replace(spelling, ln2=pair.ln2, mlp=pair.mlp, ln_cross=pair.ln_cross)
@@ -467,12 +483,12 @@ def _inside(config: HybridShapes, block: _Block) -> Named:
         # In Zamba, the layer's own mixer is one module deeper if a shared block precedes it.
         prefix = spelling.after_block
         spelling = replace(spelling, ln1=prefix + spelling.ln1, mixer=prefix + spelling.mixer)
-    biased = config.norm_biases == "in layers" or _has_biased_norms(config)
+    has_bias = config.norm_biases == "in layers" or _has_biased_norms(config)
     if block.has_pre_norm:
-        yield from _norm("pre_norm", spelling.rwkv.pre_norm, config, has_bias=biased).items()
+        yield from _norm("pre_norm", spelling.rwkv.pre_norm, config, has_bias=has_bias).items()
     for name in block.norm_names:
         factor = block.post_factor if name.endswith("_post") else 1.0
-        yield from _norm(name, getattr(spelling, name), config, has_bias=biased, factor=factor).items()
+        yield from _norm(name, getattr(spelling, name), config, has_bias=has_bias, factor=factor).items()
     for half, name in zip("12", spelling.gains if block.has_gains else (), strict=False):
         yield f"carry.{half}", Stored(name, (hidden,))
     if block.laurel_rank:
@@ -483,8 +499,8 @@ def _inside(config: HybridShapes, block: _Block) -> Named:
         yield "scalar", Stored("layer_scalar", (1,))
     if config.altup is not None:
         yield from config.altup.tensors(hidden)
-    for shape in block.mixers:
-        yield from MIXERS[shape.kind](shape, spelling, hidden)
+    for mixer in block.mixers:
+        yield from MIXERS[mixer.kind](mixer, spelling, hidden)
     if block.channel_mixer is not None:
         yield from MIXERS[block.channel_mixer.kind](block.channel_mixer, spelling, hidden)
 
@@ -500,458 +516,475 @@ def _linear(
     transposed: bool = False,
     groups: int | None = None,
 ) -> Named:
-    """Checkpoint tensors of a linear layer: matrix and optional bias.
+    """(name of a weight, its tensor) of a linear layer: the matrix and an optional bias.
 
     Arguments:
-        weight: Name of the matrix among the weights.
+        weight: Name of the matrix among the weights, such as "q".
         name: Name of the module in the checkpoint.
-        shape: [out, in] of the matrix.
-        factors: Factors of the output, by rows.
-        into: Factor of the input, which does not multiply the bias.
+        shape: Shape [out, in] of the matrix.
+        factors: (number of rows, factor) of consecutive rows of the output; () for no factors.
+        into: Factor of the input, which multiplies the matrix and not the bias.
         bias: Whether there is a bias.
-        transposed: Whether the checkpoint stores [in, out].
-        groups: Groups of a width-1 convolution that is stored instead (`Stored.groups`); None for a matrix.
+        transposed: Whether the checkpoint stores the matrix as [in, out].
+        groups: Number of groups if the checkpoint stores a width-1 convolution (`Stored.groups`); None for a
+            matrix.
     """
-    by_rows = factors if into == 1 else tuple((rows, by * into) for rows, by in factors or ((shape[0], 1),))
+    matrix_factors = factors
+    if into != 1:
+        matrix_factors = tuple((rows, factor * into) for rows, factor in factors or ((shape[0], 1),))
     size: tuple[int, ...] = shape[::-1] if transposed else shape
     if groups is not None:
         size = (shape[0], shape[1] // groups, 1)
-    yield weight, Stored(f"{name}.weight", size, is_transposed=transposed, factors=by_rows, groups=groups)
+    stored = Stored(f"{name}.weight", size, is_transposed=transposed, factors=matrix_factors, groups=groups)
+    yield weight, stored
     if bias:
         yield f"{weight}.bias", Stored(f"{name}.bias", shape[:1], factors=factors)
 
 
-def _attention(shape: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of grouped-query attention, with all its optional parts."""
-    room = spelling.attention
-    into, of_keys, out = shape.factors
-    queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    gated = shape if isinstance(shape, GatedAttentionSpec) else None
+def _attention(spec: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
+    """(name of a weight, its tensor) of grouped-query attention, with all its optional parts."""
+    prefix = spelling.attention
+    into, of_keys, out = spec.factors
+    queries, keys = spec.num_attention_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    gated = spec if isinstance(spec, GatedAttentionSpec) else None
     query_rows = 2 * queries if gated and not gated.has_gate_projection else queries
     if gated and gated.has_gate_projection:
         # Trinity has a separate projection for gates; Qwen3-Next stores them with the queries.
-        yield "gate_of_heads", Stored(f"{room}gate_proj.weight", (queries, hidden))
+        yield "gate_of_heads", Stored(f"{prefix}gate_proj.weight", (queries, hidden))
     transposed = spelling.is_transposed
     parts = [("q", query_rows, 1.0), ("k", keys, of_keys), ("v", keys, 1.0)]
-    if shape.source is not None or shape.values_from_keys:
+    if spec.source is not None or spec.values_from_keys:
         # Layers with shared keys only have queries; Gemma 4's full attention has no value projection.
-        parts = parts[: 1 if shape.source is not None else 2]
-    groups: Sequence[int | None] = shape.groups or (None,) * 4
-    if shape.layout == "separate":
+        parts = parts[: 1 if spec.source is not None else 2]
+    groups: Sequence[int | None] = spec.groups or (None,) * 4
+    if spec.layout == "separate":
         for (weight, size, factor), part, n in zip(parts, spelling.attention_parts, groups, strict=False):
             yield from _linear(
                 weight,
-                f"{room}{part}",
+                f"{prefix}{part}",
                 (size, hidden),
-                _all(size, factor),
+                _one_factor(size, factor),
                 into=into,
-                bias=shape.qkv_bias,
+                bias=spec.qkv_bias,
                 groups=n,
             )
     else:
-        name, rows = f"{room}{spelling.attention_in}", queries + 2 * keys
-        yield from _linear("qkv", name, (rows, hidden), bias=shape.qkv_bias, transposed=transposed)
+        name, rows = f"{prefix}{spelling.attention_in}", queries + 2 * keys
+        yield from _linear("qkv", name, (rows, hidden), bias=spec.qkv_bias, transposed=transposed)
     # The first DeBERTa stores biases of queries and values apart from its fused projection.
     for weight, name in zip("qv", spelling.encoder.attention_biases, strict=False):
-        yield f"{weight}.bias", Stored(f"{room}{name}", (queries if weight == "q" else keys,))
-    name = f"{room}{spelling.attention_out}"
-    factors = _all(hidden, out)
+        yield f"{weight}.bias", Stored(f"{prefix}{name}", (queries if weight == "q" else keys,))
+    name = f"{prefix}{spelling.attention_out}"
+    factors = _one_factor(hidden, out)
     size_out = (hidden, queries)
     yield from _linear(
-        "o", name, size_out, factors, bias=shape.o_bias, transposed=transposed, groups=groups[3]
+        "o", name, size_out, factors, bias=spec.o_bias, transposed=transposed, groups=groups[3]
     )
-    if (norm := shape.qk_norm) is not None:
-        widths = (shape.head_dim,) * 2 if norm.per == "head" else (queries, keys)
+    if (norm := spec.qk_norm) is not None:
+        widths = (spec.head_dim,) * 2 if norm.per == "head" else (queries, keys)
         constant = None if norm.has_weights else 1.0
         normed = [("q_norm", spelling.attention_norms[0], widths[0])]
-        if shape.source is None:
+        if spec.source is None:
             normed.append(("k_norm", spelling.attention_norms[1], widths[1]))
         for weight, name, width in normed:
-            yield weight, Stored(f"{room}{name}.weight", (width,), constant=constant)
+            yield weight, Stored(f"{prefix}{name}.weight", (width,), constant=constant)
             if norm.kind == "layer" and norm.has_bias:
-                yield f"{weight}.bias", Stored(f"{room}{name}.bias", (width,))
+                yield f"{weight}.bias", Stored(f"{prefix}{name}.bias", (width,))
     # A constant instead of a tensor: this norm has no weights.
-    if shape.has_v_norm and shape.source is None:
-        yield "v_norm", Stored(f"{room}v_norm.weight", (shape.head_dim,), constant=1.0)
-    if shape.has_value_scores:
-        yield "rise.gain", Stored(f"{room}A", (shape.num_kv_heads,))
-        yield from _linear("rise", f"{room}dt_proj", (shape.num_kv_heads, keys), bias=shape.qkv_bias)
-    if shape.inner_norm_eps is not None:
-        yield "z_norm", Stored(f"{room}{spelling.inner_norms[0]}.weight", (queries,))
-    if shape.relative is not None and shape.relative.source is not None:
-        table = (shape.relative.rows, shape.num_attention_heads)
-        name = f"{room}{spelling.encoder.relative}.weight"
-        yield "relative", Stored(name, table, layer=shape.relative.source)
-    if shape.relative is not None and not shape.relative.shares_maps:
+    if spec.has_v_norm and spec.source is None:
+        yield "v_norm", Stored(f"{prefix}v_norm.weight", (spec.head_dim,), constant=1.0)
+    if spec.has_value_scores:
+        yield "rise.gain", Stored(f"{prefix}A", (spec.num_kv_heads,))
+        yield from _linear("rise", f"{prefix}dt_proj", (spec.num_kv_heads, keys), bias=spec.qkv_bias)
+    if spec.inner_norm_eps is not None:
+        yield "z_norm", Stored(f"{prefix}{spelling.inner_norms[0]}.weight", (queries,))
+    if spec.relative is not None and spec.relative.source is not None:
+        table = (spec.relative.rows, spec.num_attention_heads)
+        name = f"{prefix}{spelling.encoder.relative}.weight"
+        yield "relative", Stored(name, table, layer=spec.relative.source)
+    if spec.relative is not None and not spec.relative.shares_maps:
         # Content-to-position needs keys projected from the table, position-to-content queries.
         for term, weight in (("content to position", "k"), ("position to content", "q")):
-            if term in shape.relative.terms:
-                name = f"{room}{spelling.encoder.relative_parts['qk'.index(weight)]}"
-                has_bias = weight == "q" or shape.relative.has_key_bias
+            if term in spec.relative.terms:
+                name = f"{prefix}{spelling.encoder.relative_parts['qk'.index(weight)]}"
+                has_bias = weight == "q" or spec.relative.has_key_bias
                 yield from _linear(f"relative.{weight}", name, (queries, hidden), bias=has_bias)
-    if shape.attention_sinks:
-        yield "sinks", Stored(f"{room}sinks", (shape.num_attention_heads,))
+    if spec.attention_sinks:
+        yield "sinks", Stored(f"{prefix}sinks", (spec.num_attention_heads,))
 
 
-def _differential_attention(shape: DifferentialSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of differential attention: those of attention, and the learned vectors of lambda."""
-    yield from _attention(shape.attention, spelling, hidden)
+def _differential_attention(spec: DifferentialSpec, spelling: Spelling, hidden: int) -> Named:
+    """(name of a weight, its tensor) of differential attention: those of attention, and the learned vectors
+    of lambda."""
+    yield from _attention(spec.attention, spelling, hidden)
     for part in ("q1", "k1", "q2", "k2"):
-        yield f"diff.{part}", Stored(f"{spelling.attention}lambda_{part}", (shape.attention.head_dim,))
+        yield f"diff.{part}", Stored(f"{spelling.attention}lambda_{part}", (spec.attention.head_dim,))
 
 
-def _routed_attention(shape: RoutedAttentionSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of a mixture of attention heads."""
-    room, width = spelling.attention, shape.kv_heads * shape.head_dim
-    yield "moa.router", Stored(f"{room}experts.router.layer.weight", (shape.experts, hidden))
-    yield "moa.q", Stored(f"{room}experts.input_linear.weight", (shape.experts, width, hidden))
-    yield "moa.kv", Stored(f"{room}kv_proj.weight", (2 * width, hidden))
-    yield "moa.out", Stored(f"{room}experts.output_linear.weight", (shape.experts, hidden, width))
-    yield "moa.out.bias", Stored(f"{room}experts.bias", (hidden,))
+def _routed_attention(spec: RoutedAttentionSpec, spelling: Spelling, hidden: int) -> Named:
+    """(name of a weight, its tensor) of a mixture of attention heads."""
+    prefix, width = spelling.attention, spec.kv_heads * spec.head_dim
+    yield "moa.router", Stored(f"{prefix}experts.router.layer.weight", (spec.experts, hidden))
+    yield "moa.q", Stored(f"{prefix}experts.input_linear.weight", (spec.experts, width, hidden))
+    yield "moa.kv", Stored(f"{prefix}kv_proj.weight", (2 * width, hidden))
+    yield "moa.out", Stored(f"{prefix}experts.output_linear.weight", (spec.experts, hidden, width))
+    yield "moa.out.bias", Stored(f"{prefix}experts.bias", (hidden,))
 
 
-def _latent_attention(shape: LatentAttentionSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of multi-head latent attention."""
-    room, bias, query_rows = spelling.attention, shape.has_bias, shape.heads * shape.key_size
-    if shape.query_rank is None:
-        yield "latent.q", Stored(f"{room}q_proj.weight", (query_rows, hidden))
+def _latent_attention(spec: LatentAttentionSpec, spelling: Spelling, hidden: int) -> Named:
+    """(name of a weight, its tensor) of multi-head latent attention."""
+    prefix, bias, query_rows = spelling.attention, spec.has_bias, spec.heads * spec.key_size
+    if spec.query_rank is None:
+        yield "latent.q", Stored(f"{prefix}q_proj.weight", (query_rows, hidden))
     else:
-        yield from _linear("latent.q.down", f"{room}q_a_proj", (shape.query_rank, hidden), bias=bias)
-        yield "latent.q.norm", Stored(f"{room}q_a_layernorm.weight", (shape.query_rank,))
-        yield "latent.q", Stored(f"{room}q_b_proj.weight", (query_rows, shape.query_rank))
-    rows = shape.rank + shape.shared_size
-    yield from _linear("latent.down", f"{room}kv_a_proj_with_mqa", (rows, hidden), bias=bias)
-    yield "latent.norm", Stored(f"{room}kv_a_layernorm.weight", (shape.rank,))
-    rows = shape.heads * (shape.own_size + shape.value_size)
-    yield "latent.up", Stored(f"{room}kv_b_proj.weight", (rows, shape.rank))
-    out = _all(hidden, shape.factor)
-    size = (hidden, shape.heads * shape.value_size)
-    yield from _linear("latent.out", f"{room}o_proj", size, out, bias=bias)
+        yield from _linear("latent.q.down", f"{prefix}q_a_proj", (spec.query_rank, hidden), bias=bias)
+        yield "latent.q.norm", Stored(f"{prefix}q_a_layernorm.weight", (spec.query_rank,))
+        yield "latent.q", Stored(f"{prefix}q_b_proj.weight", (query_rows, spec.query_rank))
+    rows = spec.rank + spec.shared_size
+    yield from _linear("latent.down", f"{prefix}kv_a_proj_with_mqa", (rows, hidden), bias=bias)
+    yield "latent.norm", Stored(f"{prefix}kv_a_layernorm.weight", (spec.rank,))
+    rows = spec.heads * (spec.own_size + spec.value_size)
+    yield "latent.up", Stored(f"{prefix}kv_b_proj.weight", (rows, spec.rank))
+    out = _one_factor(hidden, spec.factor)
+    size = (hidden, spec.heads * spec.value_size)
+    yield from _linear("latent.out", f"{prefix}o_proj", size, out, bias=bias)
 
 
-def _shared_block(shape: SharedBlockSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of a shared block, and the layer's own projection of its output."""
+def _shared_block(spec: SharedBlockSpec, spelling: Spelling, hidden: int) -> Named:
+    """(name of a weight, its tensor) of a shared block, and the layer's own projection of its output."""
     yield from (
-        (weight, replace(stored, name=f"{spelling.block}{stored.name}", layer=shape.source))
-        for weight, stored in _in_shared_block(shape, spelling, hidden)
+        (weight, replace(stored, name=f"{spelling.block}{stored.name}", layer=spec.source))
+        for weight, stored in _in_shared_block(spec, spelling, hidden)
     )
     yield "shared.out", Stored("linear.weight", (hidden, hidden))
 
 
-def _in_shared_block(shape: SharedBlockSpec, spelling: Spelling, hidden: int) -> Named:
-    """Shared tensors, and this layer's low-rank adapters, which are stored in lists next to them."""
-    attention, both = shape.attention, 2 * hidden
+def _in_shared_block(spec: SharedBlockSpec, spelling: Spelling, hidden: int) -> Named:
+    """(name of a weight, its tensor) of the shared weights of a block, and of one layer's low-rank adapters,
+    which are stored in lists next to them."""
+    attention, both = spec.attention, 2 * hidden
     queries = attention.num_attention_heads * attention.head_dim
     keys = attention.num_kv_heads * attention.head_dim
     yield "shared.ln", Stored("input_layernorm.weight", (both,))
     for weight, rows in (("q", queries), ("k", keys), ("v", keys)):
         yield f"shared.{weight}", Stored(f"{spelling.attention}{weight}_proj.weight", (rows, both))
-        if shape.adapts_attention:
+        if spec.adapts_attention:
             name = f"{spelling.attention}linear_{weight}_adapter_list"
-            yield from _low_rank(f"shared.{weight}", name, shape, (rows, both))
+            yield from _low_rank(f"shared.{weight}", name, spec, (rows, both))
     yield "shared.o", Stored(f"{spelling.attention}o_proj.weight", (hidden, queries))
     yield "ln2", Stored(f"{spelling.ln2}.weight", (hidden,))
-    for weight, stored in _mlp(shape.mlp, spelling, hidden):
+    for weight, stored in _mlp(spec.mlp, spelling, hidden):
         yield f"shared.{weight}", stored
-    if shape.rank is not None:
-        size = (2 * shape.mlp.intermediate_size, hidden)
+    if spec.rank is not None:
+        size = (2 * spec.mlp.intermediate_size, hidden)
         name = f"{spelling.mlp}{spelling.mlp_parts[0]}_adapter_list"
-        yield from _low_rank("shared.gate_up", name, shape, size)
+        yield from _low_rank("shared.gate_up", name, spec, size)
 
 
-def _low_rank(weight: str, name: str, shape: SharedBlockSpec, size: tuple[int, int]) -> Named:
-    """A low-rank adapter: two matrices whose product is added to a shared matrix of this size in one
-    layer."""
-    assert shape.rank is not None
+def _low_rank(weight: str, name: str, spec: SharedBlockSpec, size: tuple[int, int]) -> Named:
+    """(name of a weight, its tensor) of a low-rank adapter: two matrices whose product is added to a shared
+    matrix in one layer.
+
+    Arguments:
+        weight: Name of the shared matrix among the weights.
+        name: Name of the list of all layers' adapters in the checkpoint.
+        spec: The shared block, as the layer uses it.
+        size: Shape [out, in] of the shared matrix.
+    """
+    assert spec.rank is not None
     rows, columns = size
-    yield f"{weight}.low_in", Stored(f"{name}.{shape.place}.0.weight", (shape.rank, columns))
-    yield f"{weight}.low_out", Stored(f"{name}.{shape.place}.1.weight", (rows, shape.rank))
+    yield f"{weight}.low_in", Stored(f"{name}.{spec.place}.0.weight", (spec.rank, columns))
+    yield f"{weight}.low_out", Stored(f"{name}.{spec.place}.1.weight", (rows, spec.rank))
 
 
-def _convolution(room: str, channels: int, size: int, has_bias: bool) -> Named:
-    """Tensors of a state space's short convolution."""
-    yield "ssm.conv", Stored(f"{room}conv1d.weight", (channels, 1, size))
+def _convolution(prefix: str, channels: int, size: int, has_bias: bool) -> Named:
+    """(name of a weight, its tensor) of a state space's short convolution."""
+    yield "ssm.conv", Stored(f"{prefix}conv1d.weight", (channels, 1, size))
     if has_bias:
-        yield "ssm.conv.bias", Stored(f"{room}conv1d.bias", (channels,))
+        yield "ssm.conv.bias", Stored(f"{prefix}conv1d.bias", (channels,))
 
 
-def _mamba(shape: MambaSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of Mamba-1."""
-    room, channels, bias = spelling.mixer, shape.channels, shape.has_bias
-    yield from _linear("ssm.in", f"{room}in_proj", (2 * channels, hidden), bias=bias)
-    yield from _convolution(room, channels, shape.conv_size, shape.has_conv_bias)
-    yield from _selection(shape, room)
-    yield from _linear("ssm.out", f"{room}out_proj", (hidden, channels), bias=bias)
-    if shape.norms == "weighted":
-        for weight, size in (("dt", shape.rank), ("b", shape.state_size), ("c", shape.state_size)):
-            yield f"ssm.{weight}_norm", Stored(f"{room}{weight}_layernorm.weight", (size,))
+def _mamba(spec: MambaSpec, spelling: Spelling, hidden: int) -> Named:
+    """(name of a weight, its tensor) of Mamba-1."""
+    prefix, channels, bias = spelling.mixer, spec.channels, spec.has_bias
+    yield from _linear("ssm.in", f"{prefix}in_proj", (2 * channels, hidden), bias=bias)
+    yield from _convolution(prefix, channels, spec.conv_size, spec.has_conv_bias)
+    yield from _selection(spec, prefix)
+    yield from _linear("ssm.out", f"{prefix}out_proj", (hidden, channels), bias=bias)
+    if spec.norms == "weighted":
+        for weight, size in (("dt", spec.rank), ("b", spec.state_size), ("c", spec.state_size)):
+            yield f"ssm.{weight}_norm", Stored(f"{prefix}{weight}_layernorm.weight", (size,))
 
 
-def _selection(shape: MambaSpec, room: str) -> Named:
-    """Projections to step sizes, B and C; A and D. Layout "by group" adds an axis of groups, and in the input
-    projection x and gate of a channel are adjacent."""
-    channels, rank, keys = shape.channels, shape.rank, shape.state_size
+def _selection(spec: MambaSpec, prefix: str) -> Named:
+    """(name of a weight, its tensor) of Mamba-1's projections to step sizes, B and C, and of A and D. The
+    layout "by group" has a leading axis of groups; prefix: of the mixer's tensors."""
+    channels, rank, keys = spec.channels, spec.rank, spec.state_size
     groups: tuple[int, ...] = ()
     dot = "."
-    if shape.layout == "by group":
-        groups, channels, dot = (shape.groups,), channels // shape.groups, "_"
-    yield "ssm.select", Stored(f"{room}x_proj{dot}weight", (*groups, rank + 2 * keys, channels))
-    yield "ssm.dt", Stored(f"{room}dt_proj{dot}weight", (*groups, channels, rank))
-    yield "ssm.dt.bias", Stored(f"{room}dt_proj{dot}bias", (*groups, channels))
-    yield "ssm.A_log", Stored(f"{room}A_log", (*groups, channels, keys))
-    yield "ssm.D", Stored(f"{room}D", (*groups, channels))
+    if spec.layout == "by group":
+        groups, channels, dot = (spec.groups,), channels // spec.groups, "_"
+    yield "ssm.select", Stored(f"{prefix}x_proj{dot}weight", (*groups, rank + 2 * keys, channels))
+    yield "ssm.dt", Stored(f"{prefix}dt_proj{dot}weight", (*groups, channels, rank))
+    yield "ssm.dt.bias", Stored(f"{prefix}dt_proj{dot}bias", (*groups, channels))
+    yield "ssm.A_log", Stored(f"{prefix}A_log", (*groups, channels, keys))
+    yield "ssm.D", Stored(f"{prefix}D", (*groups, channels))
 
 
-def _mamba2(shape: Mamba2Spec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of Mamba-2."""
-    room, channels, shared = spelling.mixer, shape.channels, shape.groups * shape.state_size
+def _mamba2(spec: Mamba2Spec, spelling: Spelling, hidden: int) -> Named:
+    """(name of a weight, its tensor) of Mamba-2."""
+    prefix, channels, shared = spelling.mixer, spec.channels, spec.groups * spec.state_size
     # Rows of the input projection: gate, x, B, C, step sizes.
-    sizes = (channels, channels, shared, shared, shape.heads)
-    factors = tuple(zip(sizes, shape.in_factors, strict=True)) if set(shape.in_factors) != {1.0} else ()
+    sizes = (channels, channels, shared, shared, spec.heads)
+    factors = tuple(zip(sizes, spec.in_factors, strict=True)) if set(spec.in_factors) != {1.0} else ()
     size = (sum(sizes), hidden)
-    yield from _linear("ssm.in", f"{room}in_proj", size, factors, into=shape.into_factor, bias=shape.has_bias)
-    yield from _convolution(room, shape.convolved, shape.conv_size, shape.has_conv_bias)
+    yield from _linear("ssm.in", f"{prefix}in_proj", size, factors, into=spec.into_factor, bias=spec.has_bias)
+    yield from _convolution(prefix, spec.convolved, spec.conv_size, spec.has_conv_bias)
     for weight in ("dt_bias", "A_log", "D"):
-        yield f"ssm.{weight}", Stored(f"{room}{weight}", (shape.heads,))
-    if shape.norm is not None:
-        yield "ssm.norm", Stored(f"{room}norm.weight", (channels,))
-    out = _all(hidden, shape.out_factor)
-    yield from _linear("ssm.out", f"{room}out_proj", (hidden, channels), out, bias=shape.has_out_bias)
+        yield f"ssm.{weight}", Stored(f"{prefix}{weight}", (spec.heads,))
+    if spec.norm is not None:
+        yield "ssm.norm", Stored(f"{prefix}norm.weight", (channels,))
+    out = _one_factor(hidden, spec.out_factor)
+    yield from _linear("ssm.out", f"{prefix}out_proj", (hidden, channels), out, bias=spec.has_out_bias)
 
 
-def _mlp(shape: MlpSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of an MLP."""
-    room, parts, inner = spelling.mlp, spelling.mlp_parts, shape.intermediate_size
-    of_gate, out = shape.factors
-    gate = _all(inner, of_gate)
-    groups: Sequence[int | None] = shape.groups or (None, None)
-    if shape.is_fused:
+def _mlp(spec: MlpSpec, spelling: Spelling, hidden: int) -> Named:
+    """(name of a weight, its tensor) of an MLP."""
+    prefix, parts, inner = spelling.mlp, spelling.mlp_parts, spec.intermediate_size
+    of_gate, out = spec.factors
+    gate = _one_factor(inner, of_gate)
+    groups: Sequence[int | None] = spec.groups or (None, None)
+    if spec.is_fused:
         both = ((inner, of_gate), (inner, 1.0)) if gate else ()
-        yield from _linear("gate_up", f"{room}{parts[0]}", (2 * inner, hidden), both, bias=shape.has_bias)
+        yield from _linear("gate_up", f"{prefix}{parts[0]}", (2 * inner, hidden), both, bias=spec.has_bias)
     else:
-        if shape.is_gated:
-            yield from _linear("gate", f"{room}{parts[0]}", (inner, hidden), gate, bias=shape.has_bias)
-        name = f"{room}{parts[-2]}"
+        if spec.is_gated:
+            yield from _linear("gate", f"{prefix}{parts[0]}", (inner, hidden), gate, bias=spec.has_bias)
+        name = f"{prefix}{parts[-2]}"
         yield from _linear(
             "up",
             name,
             (inner, hidden),
-            bias=shape.has_bias,
+            bias=spec.has_bias,
             transposed=spelling.is_transposed,
             groups=groups[0],
         )
-    name, factors = f"{room}{parts[-1]}", _all(hidden, out)
+    name, factors = f"{prefix}{parts[-1]}", _one_factor(hidden, out)
     transposed, size = spelling.is_transposed, (hidden, inner)
     yield from _linear(
-        "down", name, size, factors, bias=shape.has_bias, transposed=transposed, groups=groups[1]
+        "down", name, size, factors, bias=spec.has_bias, transposed=transposed, groups=groups[1]
     )
-    if shape.inner_norm_eps is not None:
-        yield "inner_norm", Stored(f"{room}{spelling.inner_norms[1]}.weight", (inner,))
+    if spec.inner_norm_eps is not None:
+        yield "inner_norm", Stored(f"{prefix}{spelling.inner_norms[1]}.weight", (inner,))
     # beta and eps are constants of the activation that checkpoints store as scalars.
-    if shape.activation == "xielu":
+    if spec.activation == "xielu":
         for weight in ("alpha_p", "alpha_n"):
-            yield f"act.{weight}", Stored(f"{room}act_fn.{weight}", (1,))
+            yield f"act.{weight}", Stored(f"{prefix}act_fn.{weight}", (1,))
         for weight in ("beta", "eps"):
-            yield f"act.{weight}", Stored(f"{room}act_fn.{weight}", ())
+            yield f"act.{weight}", Stored(f"{prefix}act_fn.{weight}", ())
 
 
-def _experts(shape: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of router, routed experts and shared expert."""
-    room, parts, inner, bias = (
-        spelling.experts.room,
+def _experts(spec: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
+    """(name of a weight, its tensor) of router, routed experts and shared expert."""
+    prefix, parts, inner, bias = (
+        spelling.experts.prefix,
         spelling.experts.parts,
-        shape.intermediate_size,
-        shape.has_bias,
+        spec.intermediate_size,
+        spec.has_bias,
     )
-    width, out = shape.latent_size or hidden, shape.factor
-    yield "experts.router", Stored(f"{room}{spelling.experts.router}.weight", (shape.count, hidden))
-    if shape.has_routed_bias:
-        yield "experts.router.bias", Stored(f"{room}{spelling.experts.router}.bias", (shape.count,))
-    if shape.routing in CORRECTED and shape.has_correction:
-        beside = room + (spelling.experts.router if spelling.experts.correction.startswith(".") else "")
-        name = spelling.experts.correction.removeprefix("/")
-        beside = "" if name != spelling.experts.correction else beside
-        size = (1, shape.count) if shape.routing == "chosen of corrected softmax" else (shape.count,)
-        yield "experts.correction", Stored(f"{beside}{name}", size)
+    width, out = spec.latent_size or hidden, spec.factor
+    yield "experts.router", Stored(f"{prefix}{spelling.experts.router}.weight", (spec.count, hidden))
+    if spec.has_routed_bias:
+        yield "experts.router.bias", Stored(f"{prefix}{spelling.experts.router}.bias", (spec.count,))
+    if spec.routing in CORRECTED and spec.has_correction:
+        # A name in the layer ("/name"), a suffix of the router's name (".name"), or a name below the prefix.
+        correction = spelling.experts.correction
+        if correction.startswith("/"):
+            name = correction.removeprefix("/")
+        else:
+            name = prefix + (spelling.experts.router if correction.startswith(".") else "") + correction
+        size = (1, spec.count) if spec.routing == "chosen of corrected softmax" else (spec.count,)
+        yield "experts.correction", Stored(name, size)
     # With a latent, the factor is applied once, by the projection from the latent.
-    last = 1.0 if shape.latent_size else out
-    if shape.is_listed:
-        words = ("gate", "up", "down") if shape.is_gated else ("up", "down")
-        for expert in range(shape.count):
+    last = 1.0 if spec.latent_size else out
+    if spec.is_listed:
+        words = ("gate", "up", "down") if spec.is_gated else ("up", "down")
+        for expert in range(spec.count):
             for word, part in zip(words, parts, strict=True):
                 size = (width, inner) if word == "down" else (inner, width)
-                factors = _all(width, last) if word == "down" else ()
-                name = f"{room}experts.{expert}.{part}.weight"
+                factors = _one_factor(width, last) if word == "down" else ()
+                name = f"{prefix}experts.{expert}.{part}.weight"
                 yield f"experts.{expert}.{word}", Stored(name, size, factors=factors)
     else:
-        both = 2 * inner if shape.is_gated else inner
+        both = 2 * inner if spec.is_gated else inner
         ending = spelling.experts.ending
         up, down = (both, width), (width, inner)
         # gpt-oss and Llama 4 store the matrices of all experts as [expert, in, out].
-        if shape.limits is not None or shape.is_transposed:
+        if spec.limits is not None or spec.is_transposed:
             up, down = up[::-1], down[::-1]
-        yield "experts.up", Stored(f"{room}{parts[0]}{ending}", (shape.count, *up))
-        factors = _all(shape.count, last)
-        yield "experts.down", Stored(f"{room}{parts[1]}{ending}", (shape.count, *down), factors=factors)
-        if shape.has_routed_bias:
-            yield "experts.up.bias", Stored(f"{room}{parts[0]}_bias", (shape.count, both))
-            yield "experts.down.bias", Stored(f"{room}{parts[1]}_bias", (shape.count, width))
-    if shape.has_output_bias:
-        yield "experts.out.bias", Stored(f"{room}bias", (hidden,))
-    if shape.latent_size:
-        into = (shape.latent_size, hidden)
-        yield from _linear("experts.into_latent", f"{room}fc1_latent_proj", into, bias=bias)
+        yield "experts.up", Stored(f"{prefix}{parts[0]}{ending}", (spec.count, *up))
+        factors = _one_factor(spec.count, last)
+        yield "experts.down", Stored(f"{prefix}{parts[1]}{ending}", (spec.count, *down), factors=factors)
+        if spec.has_routed_bias:
+            yield "experts.up.bias", Stored(f"{prefix}{parts[0]}_bias", (spec.count, both))
+            yield "experts.down.bias", Stored(f"{prefix}{parts[1]}_bias", (spec.count, width))
+    if spec.has_output_bias:
+        yield "experts.out.bias", Stored(f"{prefix}bias", (hidden,))
+    if spec.latent_size:
+        into = (spec.latent_size, hidden)
+        yield from _linear("experts.into_latent", f"{prefix}fc1_latent_proj", into, bias=bias)
         yield from _linear(
-            "experts.from_latent", f"{room}fc2_latent_proj", into[::-1], _all(hidden, out), bias=bias
+            "experts.from_latent", f"{prefix}fc2_latent_proj", into[::-1], _one_factor(hidden, out), bias=bias
         )
-    if shape.shared_size:
+    if spec.shared_size:
         shared = MlpSpec(
-            shape.shared_size,
-            shape.activation,
-            is_gated=shape.is_gated,
+            spec.shared_size,
+            spec.activation,
+            is_gated=spec.is_gated,
             # Two names for a gated MLP mean a fused gate and up projection.
-            is_fused=len(spelling.mlp_parts) == 2 and shape.is_gated,
+            is_fused=len(spelling.mlp_parts) == 2 and spec.is_gated,
             has_bias=bias,
             factors=(1.0, out),
         )
         names = Spelling(mlp=spelling.experts.shared, mlp_parts=spelling.mlp_parts)
         yield from ((f"experts.shared.{weight}", stored) for weight, stored in _mlp(shared, names, hidden))
-    if shape.has_shared_gate:
-        yield "experts.shared_gate", Stored(f"{room}{spelling.experts.shared_gate}.weight", (1, hidden))
+    if spec.has_shared_gate:
+        yield "experts.shared_gate", Stored(f"{prefix}{spelling.experts.shared_gate}.weight", (1, hidden))
 
 
-def _gated_delta(shape: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of a gated delta net in three layouts: "by group", one tensor with queries, keys, values and
-    gates of each group of heads; "by part", one tensor of all queries, keys and values; "separate"
-    tensors."""
-    room, (queries, keys, values) = spelling.mixer, shape.parts
-    if shape.layout == "separate":
-        yield from _separate_delta(shape, spelling, hidden)
+def _gated_delta(spec: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Named:
+    """(name of a weight, its tensor) of a gated delta net in three layouts: "by group", one tensor with
+    queries, keys, values and gates of each group of heads; "by part", one tensor of all queries, keys and
+    values; "separate" tensors."""
+    prefix, (queries, keys, values) = spelling.mixer, spec.parts
+    if spec.layout == "separate":
+        yield from _separate_delta(spec, spelling, hidden)
         return
     convolved = queries + keys + values
-    rows = {"in_proj_qkvz": convolved + values, "in_proj_ba": 2 * shape.heads}
-    if shape.layout == "by part":
-        parts = {"qkv": convolved, "z": values, "b": shape.heads, "a": shape.heads}
+    rows = {"in_proj_qkvz": convolved + values, "in_proj_ba": 2 * spec.heads}
+    if spec.layout == "by part":
+        parts = {"qkv": convolved, "z": values, "b": spec.heads, "a": spec.heads}
         rows = {f"in_proj_{part}": count for part, count in parts.items()}
     for name, count in rows.items():
-        yield f"linear.{name.removeprefix('in_proj_')}", Stored(f"{room}{name}.weight", (count, hidden))
-    yield "linear.conv", Stored(f"{room}conv1d.weight", (convolved, 1, shape.conv_size))
+        yield f"linear.{name.removeprefix('in_proj_')}", Stored(f"{prefix}{name}.weight", (count, hidden))
+    yield "linear.conv", Stored(f"{prefix}conv1d.weight", (convolved, 1, spec.conv_size))
     for weight in ("A_log", "dt_bias"):
-        yield f"linear.{weight}", Stored(f"{room}{weight}", (shape.heads,))
-    yield "linear.norm", Stored(f"{room}norm.weight", (shape.value_size,))
-    yield "linear.out", Stored(f"{room}out_proj.weight", (hidden, values))
+        yield f"linear.{weight}", Stored(f"{prefix}{weight}", (spec.heads,))
+    yield "linear.norm", Stored(f"{prefix}norm.weight", (spec.value_size,))
+    yield "linear.out", Stored(f"{prefix}out_proj.weight", (hidden, values))
 
 
-def _separate_delta(shape: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of a gated delta net with separate projections. With a decay per key channel, the projections
-    to decays and gates are low-rank, with as many channels in between as a head has values."""
-    room, heads = spelling.mixer, shape.heads
-    for part, width in zip("qkv", shape.parts, strict=True):
-        yield f"linear.{part}", Stored(f"{room}{part}_proj.weight", (width, hidden))
-        if shape.conv_size:
-            yield f"linear.conv.{part}", Stored(f"{room}{part}_conv1d.weight", (width, 1, shape.conv_size))
-    values, decays = shape.parts[2], heads
+def _separate_delta(spec: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Named:
+    """(name of a weight, its tensor) of a gated delta net with separate projections. With a decay per key
+    channel, the projections to decays and gates are low-rank, with as many channels in between as a head has
+    values."""
+    prefix, heads = spelling.mixer, spec.heads
+    for part, width in zip("qkv", spec.parts, strict=True):
+        yield f"linear.{part}", Stored(f"{prefix}{part}_proj.weight", (width, hidden))
+        if spec.conv_size:
+            yield f"linear.conv.{part}", Stored(f"{prefix}{part}_conv1d.weight", (width, 1, spec.conv_size))
+    values, decays = spec.parts[2], heads
     sizes = {"b_proj": (heads, hidden)}
-    if shape.decays is not None:
+    if spec.decays is not None:
         sizes["a_proj"] = (heads, hidden)
-    if shape.gate is not None:
+    if spec.gate is not None:
         sizes["g_proj"] = (values, hidden)
-    if shape.decays == "key":
-        decays, low = heads * shape.key_size, shape.value_size
+    if spec.decays == "key":
+        decays, low = heads * spec.key_size, spec.value_size
         sizes = {"b_proj": (heads, hidden), "f_a_proj": (low, hidden), "f_b_proj": (decays, low)}
         sizes |= {"g_a_proj": (low, hidden), "g_b_proj": (values, low)}
     for name, size in sizes.items():
-        yield f"linear.{name.removesuffix('_proj')}", Stored(f"{room}{name}.weight", size)
-    if shape.decays is not None:
+        yield f"linear.{name.removesuffix('_proj')}", Stored(f"{prefix}{name}.weight", size)
+    if spec.decays is not None:
         # Kimi Linear stores A_log with singleton axes, other families as [head].
-        yield "linear.A_log", Stored(f"{room}A_log", (1, 1, heads, 1) if shape.decays == "key" else (heads,))
-        yield "linear.dt_bias", Stored(f"{room}dt_bias", (decays,))
-    yield "linear.norm", Stored(f"{room}o_norm.weight", (shape.value_size,))
-    yield "linear.out", Stored(f"{room}o_proj.weight", (hidden, values))
+        yield "linear.A_log", Stored(f"{prefix}A_log", (1, 1, heads, 1) if spec.decays == "key" else (heads,))
+        yield "linear.dt_bias", Stored(f"{prefix}dt_bias", (decays,))
+    yield "linear.norm", Stored(f"{prefix}o_norm.weight", (spec.value_size,))
+    yield "linear.out", Stored(f"{prefix}o_proj.weight", (hidden, values))
 
 
-def _linear_attention(shape: LinearAttentionSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of gated linear attention or retention."""
-    room, values = spelling.mixer, shape.heads * shape.value_size
-    for part, width in zip("qkv", shape.parts, strict=True):
-        yield f"linear.{part}", Stored(f"{room}{part}_proj.weight", (width, hidden))
-        if shape.conv_size:
-            yield f"linear.conv.{part}", Stored(f"{room}{part}_conv1d.weight", (width, 1, shape.conv_size))
-    if shape.decays == "key":
-        rank, keys = shape.decay_rank, shape.parts[1]
-        yield "linear.decay.down", Stored(f"{room}gk_proj.0.weight", (rank, hidden))
-        yield from _linear("linear.decay", f"{room}gk_proj.1", (keys, rank), bias=True)
-    if shape.has_gate:
-        yield "linear.gate", Stored(f"{room}g_proj.weight", (values, hidden))
-    if shape.has_norm_weight:
-        yield "linear.norm", Stored(f"{room}{spelling.mixer_norm}.weight", (shape.value_size,))
-    yield "linear.out", Stored(f"{room}o_proj.weight", (hidden, values))
+def _linear_attention(spec: LinearAttentionSpec, spelling: Spelling, hidden: int) -> Named:
+    """(name of a weight, its tensor) of gated linear attention or retention."""
+    prefix, values = spelling.mixer, spec.heads * spec.value_size
+    for part, width in zip("qkv", spec.parts, strict=True):
+        yield f"linear.{part}", Stored(f"{prefix}{part}_proj.weight", (width, hidden))
+        if spec.conv_size:
+            yield f"linear.conv.{part}", Stored(f"{prefix}{part}_conv1d.weight", (width, 1, spec.conv_size))
+    if spec.decays == "key":
+        rank, keys = spec.decay_rank, spec.parts[1]
+        yield "linear.decay.down", Stored(f"{prefix}gk_proj.0.weight", (rank, hidden))
+        yield from _linear("linear.decay", f"{prefix}gk_proj.1", (keys, rank), bias=True)
+    if spec.has_gate:
+        yield "linear.gate", Stored(f"{prefix}g_proj.weight", (values, hidden))
+    if spec.has_norm_weight:
+        yield "linear.norm", Stored(f"{prefix}{spelling.mixer_norm}.weight", (spec.value_size,))
+    yield "linear.out", Stored(f"{prefix}o_proj.weight", (hidden, values))
 
 
-def _lightning(shape: LightningSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of lightning attention."""
-    room, width = spelling.mixer, shape.heads * shape.head_dim
+def _lightning(spec: LightningSpec, spelling: Spelling, hidden: int) -> Named:
+    """(name of a weight, its tensor) of lightning attention."""
+    prefix, width = spelling.mixer, spec.heads * spec.head_dim
     # Head by head: query, key, value.
-    yield "linear.qkv", Stored(f"{room}qkv_proj.weight", (3 * width, hidden))
-    yield "linear.gate", Stored(f"{room}output_gate.weight", (width, hidden))
-    yield "linear.norm", Stored(f"{room}norm.weight", (width,))
-    out = _all(hidden, shape.out_factor)
-    yield "linear.out", Stored(f"{room}out_proj.weight", (hidden, width), factors=out)
+    yield "linear.qkv", Stored(f"{prefix}qkv_proj.weight", (3 * width, hidden))
+    yield "linear.gate", Stored(f"{prefix}output_gate.weight", (width, hidden))
+    yield "linear.norm", Stored(f"{prefix}norm.weight", (width,))
+    out = _one_factor(hidden, spec.out_factor)
+    yield "linear.out", Stored(f"{prefix}out_proj.weight", (hidden, width), factors=out)
 
 
-def _linear_unit(shape: LinearUnitSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of an RG-LRU."""
-    room, width = spelling.mixer, shape.channels
+def _linear_unit(spec: LinearUnitSpec, spelling: Spelling, hidden: int) -> Named:
+    """(name of a weight, its tensor) of an RG-LRU."""
+    prefix, width = spelling.mixer, spec.channels
     for weight, name in (("in", "linear_x"), ("gate", "linear_y")):
-        yield from _linear(f"linear.{weight}", f"{room}{name}", (width, hidden), bias=True)
-    yield "linear.conv", Stored(f"{room}conv_1d.weight", (width, 1, shape.conv_size))
-    yield "linear.conv.bias", Stored(f"{room}conv_1d.bias", (width,))
-    block = (shape.gates, width // shape.gates)
+        yield from _linear(f"linear.{weight}", f"{prefix}{name}", (width, hidden), bias=True)
+    yield "linear.conv", Stored(f"{prefix}conv_1d.weight", (width, 1, spec.conv_size))
+    yield "linear.conv.bias", Stored(f"{prefix}conv_1d.bias", (width,))
+    block = (spec.gates, width // spec.gates)
     for weight, name in (("input", "input_gate"), ("forget", "recurrent_gate")):
-        yield f"linear.{weight}", Stored(f"{room}rg_lru.{name}_weight", (*block, block[1]))
-        yield f"linear.{weight}.bias", Stored(f"{room}rg_lru.{name}_bias", block)
-    yield "linear.decays", Stored(f"{room}rg_lru.recurrent_param", (width,))
-    yield from _linear("linear.out", f"{room}linear_out", (hidden, width), bias=True)
+        yield f"linear.{weight}", Stored(f"{prefix}rg_lru.{name}_weight", (*block, block[1]))
+        yield f"linear.{weight}.bias", Stored(f"{prefix}rg_lru.{name}_bias", block)
+    yield "linear.decays", Stored(f"{prefix}rg_lru.recurrent_param", (width,))
+    yield from _linear("linear.out", f"{prefix}linear_out", (hidden, width), bias=True)
 
 
-def _mlstm(shape: MlstmSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of an mLSTM."""
-    room, heads, bias, values = spelling.mixer, shape.heads, shape.has_bias, shape.parts[2]
-    if shape.is_fused:
-        yield from _linear("mlstm.qkvo", f"{room}qkv_opreact", (sum(shape.parts), hidden), bias=bias)
-        yield from _linear("mlstm.gates", f"{room}ifgate_preact", (2 * heads, hidden), bias=True)
+def _mlstm(spec: MlstmSpec, spelling: Spelling, hidden: int) -> Named:
+    """(name of a weight, its tensor) of an mLSTM."""
+    prefix, heads, bias, values = spelling.mixer, spec.heads, spec.has_bias, spec.parts[2]
+    if spec.is_fused:
+        yield from _linear("mlstm.qkvo", f"{prefix}qkv_opreact", (sum(spec.parts), hidden), bias=bias)
+        yield from _linear("mlstm.gates", f"{prefix}ifgate_preact", (2 * heads, hidden), bias=True)
     else:
-        for name, width in zip(("q", "k", "v", "ogate_preact"), shape.parts, strict=True):
-            yield from _linear(f"mlstm.{name}", f"{room}{name}", (width, hidden), bias=bias)
+        for name, width in zip(("q", "k", "v", "ogate_preact"), spec.parts, strict=True):
+            yield from _linear(f"mlstm.{name}", f"{prefix}{name}", (width, hidden), bias=bias)
         for name in ("igate_preact", "fgate_preact"):
-            yield from _linear(f"mlstm.{name}", f"{room}{name}", (heads, hidden), bias=True)
-    yield "mlstm.norm", Stored(f"{room}multihead_norm.weight", (values,))
+            yield from _linear(f"mlstm.{name}", f"{prefix}{name}", (heads, hidden), bias=True)
+    yield "mlstm.norm", Stored(f"{prefix}multihead_norm.weight", (values,))
     if bias:
-        yield "mlstm.norm.bias", Stored(f"{room}multihead_norm.bias", (values,))
-    yield from _linear("mlstm.out", f"{room}out_proj", (hidden, values), bias=bias)
+        yield "mlstm.norm.bias", Stored(f"{prefix}multihead_norm.bias", (values,))
+    yield from _linear("mlstm.out", f"{prefix}out_proj", (hidden, values), bias=bias)
 
 
-def _short_convolution(shape: ShortConvolutionSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of a gated short convolution (LFM2)."""
-    room, bias = spelling.mixer, shape.has_bias
-    yield from _linear("conv.in", f"{room}in_proj", (3 * shape.channels, hidden), bias=bias)
-    yield "conv.conv", Stored(f"{room}conv.weight", (shape.channels, 1, shape.conv_size))
+def _short_convolution(spec: ShortConvolutionSpec, spelling: Spelling, hidden: int) -> Named:
+    """(name of a weight, its tensor) of a gated short convolution (LFM2)."""
+    prefix, bias = spelling.mixer, spec.has_bias
+    yield from _linear("conv.in", f"{prefix}in_proj", (3 * spec.channels, hidden), bias=bias)
+    yield "conv.conv", Stored(f"{prefix}conv.weight", (spec.channels, 1, spec.conv_size))
     if bias:
-        yield "conv.conv.bias", Stored(f"{room}conv.bias", (shape.channels,))
-    yield from _linear("conv.out", f"{room}out_proj", (hidden, shape.channels), bias=bias)
+        yield "conv.conv.bias", Stored(f"{prefix}conv.bias", (spec.channels,))
+    yield from _linear("conv.out", f"{prefix}out_proj", (hidden, spec.channels), bias=bias)
 
 
-def _mlp_and_experts(shape: MlpAndExpertsSpec, spelling: Spelling, hidden: int) -> Named:
-    """Tensors of an MLP with parallel experts, their gains and norms (Gemma 4)."""
-    yield from _mlp(shape.mlp, spelling, hidden)
-    yield from _experts(shape.experts, spelling, hidden)
+def _mlp_and_experts(spec: MlpAndExpertsSpec, spelling: Spelling, hidden: int) -> Named:
+    """(name of a weight, its tensor) of an MLP with parallel experts, their gains and norms (Gemma 4)."""
+    yield from _mlp(spec.mlp, spelling, hidden)
+    yield from _experts(spec.experts, spelling, hidden)
     yield (
         "beside.router_gain",
-        Stored(f"{spelling.experts.room}{spelling.experts.router_gains[0]}", (hidden,)),
+        Stored(f"{spelling.experts.prefix}{spelling.experts.router_gains[0]}", (hidden,)),
     )
     yield (
         "beside.expert_gains",
-        Stored(f"{spelling.experts.room}{spelling.experts.router_gains[1]}", (shape.experts.count,)),
+        Stored(f"{spelling.experts.prefix}{spelling.experts.router_gains[1]}", (spec.experts.count,)),
     )
     for weight, name in zip(
         ("mlp_post", "experts", "experts_post"), spelling.experts.beside_norms, strict=True
@@ -976,7 +1009,7 @@ MIXERS: dict[str, Callable[[Any, Spelling, int], Named]] = {
     MlpSpec.kind: _mlp,
     ExpertsSpec.kind: _experts,
     MlpAndExpertsSpec.kind: _mlp_and_experts,
-    TimeMixSpec.kind: lambda shape, spelling, hidden: time_mix_tensors(shape, spelling.rwkv, hidden),
-    ChannelMixSpec.kind: lambda shape, spelling, hidden: channel_mix_tensors(shape, spelling.rwkv, hidden),
+    TimeMixSpec.kind: lambda spec, spelling, hidden: time_mix_tensors(spec, spelling.rwkv, hidden),
+    ChannelMixSpec.kind: lambda spec, spelling, hidden: channel_mix_tensors(spec, spelling.rwkv, hidden),
 }
 """Kind of a mixer or channel mixer -> function (spec, tensor names, hidden size) -> its tensors."""

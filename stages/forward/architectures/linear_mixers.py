@@ -39,13 +39,13 @@ _WRITTEN = frozenset(
 
 
 class _LinearSpec(MixerSpec):
-    """A mixer with the hook points "linear_…"."""
+    """Base class of mixers whose hook points have names that begin with "linear_"."""
 
     reaches_later: ClassVar[frozenset[str]] = _WRITTEN
 
     @property
     def summary(self) -> RecurrentMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return RecurrentMixer(self.kind)
 
 
@@ -63,18 +63,19 @@ class GatedDeltaSpec(_LinearSpec):
     heads: int
     """Number of value heads."""
     groups: int
-    """Groups of heads that share queries and keys."""
+    """Number of groups of heads; the heads of a group share queries and keys."""
     key_size: int
-    """Query and key width per head."""
+    """Number of entries of one head's query or key."""
     value_size: int
-    """Entries of a head's value."""
+    """Number of entries of one head's value."""
     conv_size: int
     """Kernel size of the short convolution, in tokens; 0 for no convolution."""
     layout: Literal["by group", "by part", "separate"]
-    """Layout of the projections in a checkpoint (layer_tensors.py)."""
+    """How a checkpoint stores the projections: one tensor whose rows are ordered by group of heads ("by
+    group"), one tensor of all queries, keys and values ("by part"), or a tensor for each ("separate")."""
     decays: Literal["head", "key"] | None = "head"
-    """One decay per head, or one per key channel (Kimi Delta Attention, 2025); None for no decay
-    (DeltaNet)."""
+    """Decays of the state: one per head, or one per key channel ("key", Kimi Delta Attention, 2025); None for
+    no decay (DeltaNet)."""
     beta_factor: float = 1.0
     """Factor of the write strength beta, a sigmoid; 2 allows negative eigenvalues of the state transition."""
     gate: Literal["silu", "sigmoid"] | None = "silu"
@@ -84,7 +85,7 @@ class GatedDeltaSpec(_LinearSpec):
 
     @property
     def held_points(self) -> tuple[str, ...]:
-        """See `MixerSpec`."""
+        """Kinds of hook points that this mixer has; optional parts that are absent have none."""
         absent = {"linear_gate"} if self.gate is None else set()
         # DeltaNet has no decays, so it has no hook points for them.
         absent |= {"linear_log_decay", "linear_decay"} if self.decays is None else set()
@@ -93,13 +94,13 @@ class GatedDeltaSpec(_LinearSpec):
 
     @property
     def parts(self) -> tuple[int, int, int]:
-        """Channels of queries, keys and values."""
-        shared = self.groups * self.key_size
-        return (shared, shared, self.heads * self.value_size)
+        """Numbers of channels of queries, keys and values, each over all heads."""
+        keys = self.groups * self.key_size
+        return (keys, keys, self.heads * self.value_size)
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return {
             "linear_head": self.heads,
             "linear_group": self.groups,
@@ -110,8 +111,8 @@ class GatedDeltaSpec(_LinearSpec):
         }
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: projections; queries, keys and both factors of the removal per head, in
-        float32."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: projections; queries,
+        keys and both factors of the removal per head, in float32."""
         return itemsize * 6 * sum(self.parts) + 4 * 8 * self.heads * self.key_size
 
 
@@ -129,23 +130,24 @@ class LinearAttentionSpec(_LinearSpec):
     groups: int
     """Number of key and value heads, each shared by several query heads."""
     key_size: int
-    """Query and key width per head."""
+    """Number of entries of one head's query or key."""
     value_size: int
-    """Entries of a value."""
+    """Number of entries of one head's value."""
     decays: Literal["key", "fixed"]
-    """One computed decay per key channel, or one fixed decay per head."""
+    """Decays of the state: one per key channel, computed from each token ("key"), or one fixed decay per head
+    ("fixed")."""
     conv_size: int = 0
     """Kernel size of the short convolution, in tokens; 0 for no convolution."""
     rope: RopeConfig | None = None
     """Rotary position embedding of queries and keys; None for no rope."""
     activation: ActivationName | None = None
-    """Activation of queries and keys; None for none."""
+    """Activation function of queries and keys; None for no activation."""
     decay_rank: int = 16
-    """Rank of the projection to decays."""
+    """Rank of the low-rank projection to computed decays; unused for fixed decays."""
     decay_divisor: float = 16.0
-    """Divisor of the logarithm of the decays."""
+    """Divisor of the logarithm of computed decays; unused for fixed decays."""
     least_log_decay: float | None = None
-    """Lower bound of the logarithm of the decays; None for no bound."""
+    """Lower bound of the logarithm of computed decays; None for no bound."""
     has_gate: bool = True
     """Whether the output has a gate."""
     has_norm_weight: bool = True
@@ -155,19 +157,20 @@ class LinearAttentionSpec(_LinearSpec):
 
     @property
     def held_points(self) -> tuple[str, ...]:
-        """See `MixerSpec`."""
+        """Kinds of hook points that this mixer has; optional parts that are absent have none."""
         absent = set() if self.has_gate else {"linear_gate"}
         absent |= set() if self.conv_size else {"linear_conv"}
         return tuple(point for point in self.points if point not in absent)
 
     @property
     def parts(self) -> tuple[int, int, int]:
-        """Channels of queries, keys and values."""
+        """Numbers of channels of queries, keys and values, each over all heads."""
         return (self.heads * self.key_size, self.groups * self.key_size, self.groups * self.value_size)
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`; keys are repeated for all heads at hook points, so that groups count heads."""
+        """Axis name -> size, for the axes of this mixer's hook points, at which keys and values are repeated
+        for all heads, so that "linear_group" counts heads."""
         sizes = {
             "linear_head": self.heads,
             "linear_group": self.heads,
@@ -178,7 +181,8 @@ class LinearAttentionSpec(_LinearSpec):
         return sizes | ({"linear_channel": sum(self.parts)} if self.conv_size else {})
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: projections; queries, keys, decays and outputs per head, in float32."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: projections; queries,
+        keys, decays and outputs per head, in float32."""
         return (itemsize * 4 + 4 * 4) * self.heads * (self.key_size + self.value_size)
 
 
@@ -193,20 +197,20 @@ class LightningSpec(_LinearSpec):
     heads: int
     """Number of heads."""
     head_dim: int
-    """Entries of a query, key and value."""
+    """Number of entries of one head's query, key or value."""
     slope: float
     """Factor of this layer's log decays, which multiplies the slope of each head
     (networks/mixers/lightning.py)."""
     activation: ActivationName = "silu"
-    """Activation of queries, keys and values."""
+    """Activation function of queries, keys and values."""
     norm_eps: float = 1e-6
     """Epsilon of the RMS norm over the outputs of all heads together."""
     out_factor: float = 1.0
-    """Factor of the output."""
+    """Factor of the mixer's output."""
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return {
             "linear_head": self.heads,
             "linear_group": self.heads,
@@ -216,7 +220,8 @@ class LightningSpec(_LinearSpec):
         }
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: projections before and after their activation; outputs in float32."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: projections before and
+        after their activation; outputs in float32."""
         return (itemsize * 10 + 4 * 4) * self.heads * self.head_dim
 
 
@@ -229,9 +234,9 @@ class LinearUnitSpec(_LinearSpec):
     points: ClassVar[tuple[str, ...]] = ("linear_gate", "linear_conv", "linear_k", *_STATE)
 
     channels: int
-    """Width of the recurrence."""
+    """Number of channels of the recurrence, each of which has a state of one number."""
     gates: int
-    """Blocks of the block-diagonal projections to input and recurrence gate."""
+    """Number of blocks of the block-diagonal projections to input gate and recurrence gate."""
     conv_size: int
     """Kernel size of the short convolution, in tokens."""
     activation: ActivationName = "gelu_tanh"
@@ -239,7 +244,7 @@ class LinearUnitSpec(_LinearSpec):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return {
             "linear_head": self.channels,
             "linear_group": self.channels,
@@ -250,7 +255,8 @@ class LinearUnitSpec(_LinearSpec):
         }
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: both branches; gates, decays and outputs in float32."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: both branches; gates,
+        decays and outputs in float32."""
         return (itemsize * 6 + 4 * 8) * self.channels
 
 
@@ -275,9 +281,9 @@ class MlstmSpec(MixerSpec):
     heads: int
     """Number of heads."""
     key_size: int
-    """Query and key width per head."""
+    """Number of entries of one head's query or key."""
     value_size: int
-    """Entries of a value."""
+    """Number of entries of one head's value."""
     gate_cap: float
     """Soft cap c of input and forget gate, c tanh(x / c)."""
     eps: float
@@ -287,22 +293,23 @@ class MlstmSpec(MixerSpec):
     has_bias: bool = False
     """Whether projections and norms have biases."""
     is_fused: bool = False
-    """Whether queries, keys, values and output gates are one tensor, and input and forget gates another."""
+    """Whether a checkpoint stores the projections to queries, keys, values and output gate as one tensor, and
+    those to input and forget gate as another."""
 
     @property
     def summary(self) -> RecurrentMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return RecurrentMixer("mlstm")
 
     @property
     def parts(self) -> tuple[int, int, int, int]:
-        """Channels of queries, keys, values and output gates."""
+        """Numbers of channels of queries, keys, values and output gates, each over all heads."""
         keys, values = self.heads * self.key_size, self.heads * self.value_size
         return (keys, keys, values, values)
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return {
             "mlstm_head": self.heads,
             "mlstm_key": self.key_size,
@@ -312,7 +319,8 @@ class MlstmSpec(MixerSpec):
         }
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: projections; keys, values and outputs in float32."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: projections; keys, values
+        and outputs in float32."""
         return (2 * itemsize + 4 * 3) * sum(self.parts)
 
 
@@ -334,14 +342,15 @@ class ShortConvolutionSpec(MixerSpec):
 
     @property
     def summary(self) -> ConvolutionMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return ConvolutionMixer(self.conv_size)
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`; its channels are those of the stream."""
+        """Axis name -> size, for the axes of this mixer's hook points, which have the width of the stream."""
         return {"hidden": self.channels}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: projections and their products, each of hidden size."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: projections and their
+        products, each of hidden size."""
         return itemsize * 7 * self.channels

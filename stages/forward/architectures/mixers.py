@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 
 from ....store.errors import ConfigError
 from .layer_summaries import AttentionMixer, ConvolutionMixer, RecurrentMixer
-from .transformer import ActivationName, RopeConfig
+from .transformer import TRY_TRANSFORMERS, ActivationName, RopeConfig
 
 __all__ = [
     "AttentionSpec",
@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 _ATTENTION = ("q", "k", "v", "rot_q", "rot_k", "scores", "attn_scores", "pattern", "z", "result")
+"""Kinds of hook points of attention; the last two are replaced in other kinds of attention."""
 Routing = Literal[
     "softmax of chosen",
     "chosen of softmax",
@@ -48,7 +49,8 @@ Routing = Literal[
     "sigmoid of inputs",
     "sparse mixing",
 ]
-"""Choice and weights of the experts of a token; defined in networks/mixers/experts.py."""
+"""How a router chooses the experts of a token and weights their outputs; each rule is defined in
+networks/mixers/experts.py."""
 _STATE_SPACE = (
     *("ssm_gate", "ssm_conv", "ssm_x", "ssm_dt", "ssm_B", "ssm_C", "ssm_log_decay", "ssm_decay"),
     *("ssm_write", "ssm_state_seq", "ssm_state", "ssm_alpha_raw", "ssm_effective_attn", "ssm_out"),
@@ -56,21 +58,25 @@ _STATE_SPACE = (
 _WRITTEN = frozenset(
     ("ssm_conv", "ssm_x", "ssm_dt", "ssm_B", "ssm_log_decay", "ssm_decay", "ssm_write", "ssm_state_seq")
 )
+"""Kinds of hook points of a state space at which a change enters the state, and so affects later tokens."""
 
 
 class MixerSpec(ABC):
-    """Description of a mixer without its weights."""
+    """Sizes and switches of a mixer, the part of a layer that mixes positions (attention, recurrence or
+    convolution), without its weights."""
 
     kind: ClassVar[str]
-    """Key of the tables of networks (networks/mixers/) and tensors (layer_tensors.py)."""
+    """Name of the kind of mixer: key of the tables of networks (networks/composed.py) and of tensors
+    (layer_tensors.py)."""
     points: ClassVar[tuple[str, ...]]
-    """Hook point kinds of this class of mixers, optional ones included."""
+    """Kinds of hook points of this class of mixers, including those of optional parts."""
     reaches_later: ClassVar[frozenset[str]]
-    """Kinds of hook points at which a change also affects later positions."""
+    """Kinds of hook points at which a change at a token also affects later tokens."""
 
     @property
     def held_points(self) -> tuple[str, ...]:
-        """Hook point kinds of this mixer: `points` minus the kinds of absent optional parts."""
+        """Kinds of hook points that this mixer has: `points` without those of optional parts that are
+        absent."""
         return self.points
 
     @property
@@ -89,27 +95,29 @@ class MixerSpec(ABC):
 
     @property
     def rope(self) -> RopeConfig | None:
-        """Rotary position embedding; None for a mixer without."""
+        """Rotary position embedding of queries and keys; None for a mixer without rope."""
         return None
 
 
 class ChannelMixerSpec(ABC):
-    """Description of a channel mixer (MLP, experts, RWKV's channel mix) without its weights."""
+    """Sizes and switches of a channel mixer, the part of a layer that does not mix positions (MLP, experts,
+    RWKV's channel mix), without its weights."""
 
     kind: ClassVar[str]
-    """Key of the tables of networks (networks/mixers/) and tensors (layer_tensors.py)."""
+    """Name of the kind of channel mixer: key of the tables of networks (networks/composed.py) and of tensors
+    (layer_tensors.py)."""
     has_token_shift: ClassVar[bool] = False
-    """Whether it also reads the previous token (RWKV)."""
+    """Whether the channel mixer also reads the previous token's input (token shift of RWKV)."""
 
     @property
     @abstractmethod
     def summary(self) -> Literal["MLP", "gated MLP", "token-shifted MLP", "experts"]:
-        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
+        """Name of this kind of channel mixer, as `Architecture.layers` shows it."""
 
     @property
     @abstractmethod
     def points(self) -> tuple[str, ...]:
-        """Kinds of its hook points."""
+        """Kinds of the hook points of this channel mixer."""
 
     @property
     @abstractmethod
@@ -130,17 +138,20 @@ class RelativeSpec:
     """Relative position terms of attention scores, from a table with one row per bucket of distances."""
 
     rows: int
-    """Rows of the table. The first half is for keys before the query, the second half for keys after it."""
+    """Number of rows of the table. The first half is for keys before the query, the second half for keys
+    after it."""
     near: int
-    """Distances below this have a row each; larger ones share rows in logarithmic buckets."""
+    """Each distance below this number of positions has a row of its own; larger distances share rows in
+    logarithmic buckets."""
     farthest: int
-    """Distance from which all keys share the last row."""
+    """Distance, in positions, from which all keys share the last row."""
     terms: tuple[Literal["bias", "content to position", "position to content"], ...]
-    """"bias": one number per head (Raffel et al., T5, 2020, section 2.1). "content to position": query times
-    a key projected from the table; "position to content": key times a query projected from the table (He et
-    al., DeBERTa, 2021, equation 4)."""
+    """Terms that are added to the scores. "bias": one number per head and row (Raffel et al., T5, 2020,
+    section 2.1). "content to position": query times a key projected from the table; "position to content":
+    key times a query projected from the table (He et al., DeBERTa, 2021, equation 4)."""
     shares_maps: bool = False
-    """Whether the table is projected by the layer's query and key projections, instead of its own ones."""
+    """Whether the table is projected by the layer's query and key projections, instead of projections of its
+    own."""
     norm_eps: float | None = None
     """Epsilon of the layer norm of the table; None for no norm."""
     has_key_bias: bool = True
@@ -153,14 +164,14 @@ class RelativeSpec:
 
 @dataclass(frozen=True)
 class QkNorm:
-    """Norms of queries and keys."""
+    """Norms of queries and keys (QK-norm)."""
 
     per: Literal["head", "all"]
-    """Entries that one norm covers: those of one head, or of all heads together."""
+    """What one norm covers: the entries of one head, or of all heads together."""
     eps: float
-    """Added to the mean square, or the variance."""
+    """Epsilon added to the mean square, or to the variance of a layer norm."""
     kind: Literal["rms", "gemma_rms", "layer"] = "rms"
-    """RMS norm, RMS norm with 1 + weight, or layer norm."""
+    """Kind of norm: RMS norm, RMS norm with 1 + weight, or layer norm."""
     has_weights: bool = True
     """Whether the norms have learned weights."""
     has_bias: bool = True
@@ -177,14 +188,14 @@ class TemperatureTuning:
     scale: float
     """Factor of the logarithm."""
     floor: int
-    """Number of positions after which the factor grows by a step."""
+    """Number of positions over which the factor of the queries is constant before it grows by a step."""
     offset: int = 0
-    """1 if the reference counts positions from 1 in this formula."""
+    """Number added to positions that count from 0: 1 where transformers counts positions from 1."""
 
 
 @dataclass(frozen=True)
 class AttentionSpec(MixerSpec):
-    """Grouped-query attention."""
+    """Grouped-query attention: sizes and switches of one layer's self-attention."""
 
     kind: ClassVar[str] = "attention"
     points: ClassVar[tuple[str, ...]] = _ATTENTION
@@ -197,48 +208,50 @@ class AttentionSpec(MixerSpec):
     num_kv_heads: int
     """Number of key and value heads."""
     head_dim: int
-    """Entries of a head."""
+    """Number of entries of one head's query, key or value."""
     rope: RopeConfig | None = None
     """Rotary position embedding of queries and keys; None for no rope."""
     scale: float | None = None
     """Factor of the scores q k^T; None for 1 / sqrt(head_dim)."""
     window: int | None = None
-    """Keys that a query sees, itself included; None for all."""
+    """Number of keys that a query sees, itself included; None for all keys."""
     qkv_bias: bool = False
-    """Whether the query, key and value projections have biases, and the one to value scores (Doge)."""
+    """Whether the projections to queries, keys and values have biases, and the projection to
+    `has_value_scores` (Doge)."""
     o_bias: bool = False
     """Whether the output projection has a bias."""
     qk_norm: QkNorm | None = None
     """Norms of queries and keys; None for no such norms."""
     factors: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    """Factors of the layer input, of the keys and of the attention output."""
+    """Factors of the attention's input, of the keys and of the attention output."""
     layout: Literal["separate", "by part", "by head", "by fourths"] = "separate"
-    """Tensors of the query, key and value projections. "separate": one each. Otherwise one tensor: "by part"
-    with all queries, then all keys, then all values; "by head" with the queries of a key head, its key, its
-    value; "by fourths" of the heads, each with queries, values, keys (CodeGen)."""
+    """How a checkpoint stores the query, key and value projections. "separate": a tensor for each. Else one
+    tensor, whose rows are: "by part", all queries, all keys, all values; "by head", for each key head its
+    queries, its key and its value; "by fourths", for each quarter of the heads queries, values, keys
+    (CodeGen)."""
     clip_qkv: float | None = None
     """Largest absolute entry of queries, keys and values; None for no clip."""
     logit_softcap: float | None = None
     """Cap c of the scores before the mask, c tanh(score / c) (Gemma 2); None for no cap."""
     alibi_slopes: tuple[float, ...] = ()
-    """ALiBi slopes, one per head: added to the scores per position of the key (Press et al., 2022); () for no
-    ALiBi."""
+    """ALiBi slopes, one per head: slope times key position is added to the scores (Press et al., 2022); ()
+    for no ALiBi."""
     attention_sinks: bool = False
     """Whether each head has a learned logit of an attention sink (gpt-oss)."""
     temperature_tuning: TemperatureTuning | None = None
-    """Position-dependent factor of the queries; None for no such factor."""
+    """Factor of the queries that grows with log(position); None for no such factor."""
     is_bidirectional: bool = False
     """Whether queries also see later keys."""
     has_stored_frequencies: bool = False
-    """Whether the checkpoint stores the frequencies of rope."""
+    """Whether the frequencies of rope are read from the checkpoint instead of computed."""
     relative: RelativeSpec | None = None
     """Relative position terms of the scores (T5, DeBERTa); None for no such terms."""
     inner_norm_eps: float | None = None
     """Epsilon of an RMS norm over the outputs of all heads, before the output projection; None for no
     norm."""
     groups: tuple[int, ...] | None = None
-    """Number of groups of the width-1 convolutions that project queries, keys, values and output
-    (SqueezeBERT); None for linear projections."""
+    """Numbers of groups of the width-1 convolutions that compute queries, keys, values and the output
+    projection, in this order (SqueezeBERT); None for linear projections."""
     is_chunked: bool = False
     """Whether `window` is the length of fixed chunks, and queries only see keys of their own chunk."""
     has_value_scores: bool = False
@@ -254,12 +267,12 @@ class AttentionSpec(MixerSpec):
     """Whether values are normalised over each head, without learned weights."""
 
     def __post_init__(self) -> None:
-        # Checked here, not in the readers, as autoconfig.py also builds specs.
+        # Checked here, not in the readers of config.json, as models/autoconfig.py also builds specs.
         if min(self.num_attention_heads, self.num_kv_heads, self.head_dim) < 1:
             raise ConfigError(
-                "expected at least 1 query head, 1 key head and 1 entry per head, found num_attention_heads="
-                f"{self.num_attention_heads}, num_key_value_heads={self.num_kv_heads} and head_dim="
-                f"{self.head_dim}; correct config.json, or fetch it again"
+                "expected num_attention_heads, num_key_value_heads and head_dim in config.json to be at "
+                f"least 1, found {self.num_attention_heads}, {self.num_kv_heads} and {self.head_dim}; "
+                "correct config.json, or fetch it again"
             )
         if self.num_attention_heads % self.num_kv_heads:
             raise ConfigError(
@@ -275,20 +288,22 @@ class AttentionSpec(MixerSpec):
         # head.
         if self.alibi_slopes and self.num_kv_heads != self.num_attention_heads:
             raise ConfigError(
-                f"expected one key head for each of {self.num_attention_heads} heads with ALiBi, found "
-                f"{self.num_kv_heads} key heads; such a model cannot run here"
+                f"expected as many key heads as query heads in a model with ALiBi, found {self.num_kv_heads} "
+                f"key heads and {self.num_attention_heads} query heads; {TRY_TRANSFORMERS}"
             )
         # Tiled attention and cached keys do not know positions, so causal self-attention has no such terms.
         if self.relative is not None and self.is_bidirectional == self.relative.looks_back:
+            directions = "earlier keys only" if self.relative.looks_back else "both directions"
+            attention = "bidirectional" if self.is_bidirectional else "causal"
             raise ConfigError(
-                "expected relative position terms for both directions exactly where attention is "
-                f"bidirectional, found is_bidirectional={self.is_bidirectional} and "
-                f"looks_back={self.relative.looks_back}; such a model cannot run here"
+                "expected a table of relative positions for both directions in bidirectional attention, and "
+                f"for earlier keys only in causal attention, found one for {directions} in {attention} "
+                f"attention; {TRY_TRANSFORMERS}"
             )
 
     @property
     def summary(self) -> AttentionMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         # None in the spec means the standard scale; summaries always state it.
         scale = 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         return AttentionMixer(
@@ -303,7 +318,8 @@ class AttentionSpec(MixerSpec):
 
     @property
     def held_points(self) -> tuple[str, ...]:
-        """See `MixerSpec`; a layer that reuses keys and values has no hook points for them."""
+        """Kinds of hook points that this attention has; a layer that reuses the keys and values of an earlier
+        layer (`source`) has none for keys and values."""
         reused = () if self.source is None else ("k", "v", "rot_k")
         return tuple(kind for kind in self.points if kind not in reused)
 
@@ -319,11 +335,12 @@ class AttentionSpec(MixerSpec):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return {"head": self.num_attention_heads, "kv_head": self.num_kv_heads, "d_head": self.head_dim}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: projections before and after rope."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: queries, keys and values,
+        before and after rope."""
         return itemsize * 2 * (2 * self.num_attention_heads + 3 * self.num_kv_heads) * self.head_dim
 
 
@@ -342,13 +359,14 @@ class GatedAttentionSpec(AttentionSpec):
 
     @property
     def gates_in_queries(self) -> bool:
-        """See `AttentionSpec`."""
+        """Whether the query projection also holds gates: each head's gate rows follow its query rows."""
         return not self.has_gate_projection
 
 
 @dataclass(frozen=True)
 class CrossAttentionSpec(MixerSpec):
-    """Cross-attention of a decoder layer: targets read the encoder's normalised output ("memory")."""
+    """Cross-attention of a decoder layer: queries of target tokens, keys and values from the encoder's
+    normalised output ("memory")."""
 
     kind: ClassVar[str] = "cross_attention"
     points: ClassVar[tuple[str, ...]] = (
@@ -358,20 +376,21 @@ class CrossAttentionSpec(MixerSpec):
     reaches_later: ClassVar[frozenset[str]] = frozenset(("cross_memory", "cross_k", "cross_v"))
 
     attention: AttentionSpec
-    """Its projections; part is "cross"."""
+    """Sizes and switches of its projections; `AttentionSpec.part` is "cross"."""
 
     @property
     def summary(self) -> AttentionMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return self.attention.summary
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return self.attention.axis_sizes
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: 0, as the tensors of self-attention, which are as large, are free by then."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: 0, as the tensors of
+        self-attention, which are as large, are free by then."""
         return 0
 
 
@@ -385,45 +404,46 @@ class DifferentialSpec(MixerSpec):
     reaches_later: ClassVar[frozenset[str]] = AttentionSpec.reaches_later
 
     attention: AttentionSpec
-    """Query, key, value and output projections, and rope."""
+    """Sizes and switches of the query, key, value and output projections, and rope."""
     start: float
-    """Initial value of lambda, to which its learned part is added."""
+    """Initial value of lambda, the factor of the subtracted pattern; its learned part is added to this."""
     norm_eps: float
     """Epsilon of the norm of each pair's output."""
 
     def __post_init__(self) -> None:
         if self.attention.num_kv_heads % 2:
             raise ConfigError(
-                f"expected an even num_key_value_heads, whose halves differential attention reads, found "
-                f"{self.attention.num_kv_heads}; correct config.json, or fetch it again"
+                "expected num_key_value_heads in config.json to be even, as differential attention pairs key "
+                f"heads, found {self.attention.num_kv_heads}; correct config.json, or fetch it again"
             )
 
     @property
     def summary(self) -> AttentionMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return self.attention.summary
 
     @property
     def rope(self) -> RopeConfig | None:
-        """See `MixerSpec`."""
+        """Rotary position embedding of queries and keys; None for no rope."""
         return self.attention.rope
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         pairs = self.attention.num_attention_heads // 2
         return self.attention.axis_sizes | {"diff_head": pairs, "diff_value": 2 * self.attention.head_dim}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: as for attention, with values and outputs of twice the width."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: as for attention, with
+        values and outputs of twice the width."""
         heads = self.attention.num_attention_heads + self.attention.num_kv_heads
         return self.attention.bytes_per_token(itemsize) + itemsize * 4 * heads * self.attention.head_dim
 
 
 @dataclass(frozen=True)
 class RoutedAttentionSpec(MixerSpec):
-    """Mixture of attention heads (Zhang et al., 2022, section 3): each expert has query and output
-    projections; all experts share keys and values."""
+    """Mixture of attention heads (Zhang et al., 2022, section 3): each token is routed to the top-k experts,
+    each with query and output projections of its own; all experts share keys and values."""
 
     kind: ClassVar[str] = "routed_attention"
     points: ClassVar[tuple[str, ...]] = ("moa_router_logits", "moa_weights", *_ATTENTION[:-2], "moa_z")
@@ -443,23 +463,24 @@ class RoutedAttentionSpec(MixerSpec):
     def __post_init__(self) -> None:
         if self.chosen > self.experts:
             raise ConfigError(
-                f"expected a number of attention experts per token of at most {self.experts}, found "
+                f"expected at most {self.experts} attention experts per token, as many as there are, found "
                 f"{self.chosen}; correct config.json, or fetch it again"
             )
 
     @property
     def summary(self) -> AttentionMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return AttentionMixer(1 / math.sqrt(self.head_dim))
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         heads = {"head": self.chosen * self.kv_heads, "kv_head": self.kv_heads, "d_head": self.head_dim}
         return heads | {"expert": self.experts, "slot": self.chosen}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: queries, and keys and values repeated for each of them, before and after rope."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: queries, and keys and
+        values repeated for each of them, before and after rope."""
         return itemsize * 2 * 5 * self.chosen * self.kv_heads * self.head_dim
 
 
@@ -477,15 +498,15 @@ class LatentAttentionSpec(MixerSpec):
     heads: int
     """Number of heads."""
     own_size: int
-    """Key entries that differ between heads, without rope."""
+    """Number of first key entries of a head, which differ between heads and get no rope."""
     shared_size: int
-    """Key entries with rope, which all heads share and which follow the former."""
+    """Number of last key entries of a head, which are the same in all heads and get rope."""
     value_size: int
-    """Value entries of a head."""
+    """Number of value entries of a head."""
     rank: int
-    """Rank of the latent of keys and values."""
+    """Width of the latent from which keys and values are computed."""
     query_rank: int | None = None
-    """Rank of the query projection; None for a full-rank one."""
+    """Width of the latent from which queries are computed; None if queries are projected directly."""
     has_bias: bool = False
     """Whether the projections to the latents and the output projection have biases."""
     norm_eps: float = 1e-6
@@ -499,17 +520,17 @@ class LatentAttentionSpec(MixerSpec):
 
     @property
     def key_size(self) -> int:
-        """All key entries of a head."""
+        """Number of entries of one head's key (and query): `own_size` + `shared_size`."""
         return self.own_size + self.shared_size
 
     @property
     def summary(self) -> AttentionMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return AttentionMixer(1 / math.sqrt(self.key_size) if self.scale is None else self.scale)
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return {
             "head": self.heads,
             "latent": self.rank + self.shared_size,
@@ -518,7 +539,8 @@ class LatentAttentionSpec(MixerSpec):
         }
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: queries, keys and values of all heads, and the latent."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: queries, keys and values
+        of all heads, and the latent."""
         return itemsize * (self.heads * (3 * self.key_size + 3 * self.value_size) + 2 * self.rank)
 
 
@@ -533,33 +555,34 @@ class MambaSpec(MixerSpec):
     channels: int
     """Inner width: number of channels."""
     state_size: int
-    """Entries of the state of a channel."""
+    """Number of entries of the state of one channel."""
     conv_size: int
     """Kernel size of the short convolution, in tokens."""
     rank: int
-    """Rank of the projection to step sizes."""
+    """Rank of the low-rank projection to the step sizes dt."""
     has_bias: bool = False
     """Whether input and output projection have biases."""
     has_conv_bias: bool = True
     """Whether the short convolution has a bias, one number per channel."""
     norms: Literal["plain", "weighted"] | None = None
-    """RMS norms of step sizes, B and C: without weights ("plain", Falcon-Mamba), with weights (Jamba), or
-    none."""
+    """RMS norms of step sizes, B and C: without weights ("plain", Falcon-Mamba) or with learned weights
+    ("weighted", Jamba); None for no norms."""
     norm_eps: float = 1e-6
     """Epsilon of the RMS norms of step sizes, B and C; unused if `norms` is None."""
     groups: int = 1
-    """Groups of channels with projections of their own to step sizes, B and C (Zamba)."""
+    """Number of groups of channels, each with projections of its own to step sizes, B and C (Zamba)."""
     layout: Literal["by part", "by group"] = "by part"
-    """Layout of these projections in a checkpoint (layer_tensors.py)."""
+    """Layout of a checkpoint's tensors: one group, with rows of x before those of the gate ("by part"), or
+    with a leading axis of groups, and rows of x and gate alternating ("by group", Zamba)."""
 
     @property
     def summary(self) -> RecurrentMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return RecurrentMixer("mamba")
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return {
             "ssm_head": self.channels,
             "ssm_group": self.groups,
@@ -570,13 +593,15 @@ class MambaSpec(MixerSpec):
         }
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: projections; B, C, decays and their products for every channel, in float32."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: projections; B, C, decays
+        and their products for every channel, in float32."""
         return itemsize * 8 * self.channels + 4 * 6 * self.channels * self.state_size
 
 
 @dataclass(frozen=True)
 class Mamba2Spec(MixerSpec):
-    """Mamba-2 (Dao and Gu, Transformers are SSMs, 2024, section 7): heads with one decay each."""
+    """Mamba-2 (Dao and Gu, Transformers are SSMs, 2024, section 7): each head has a matrix as state and one
+    decay."""
 
     kind: ClassVar[str] = "mamba2"
     points: ClassVar[tuple[str, ...]] = _STATE_SPACE
@@ -585,17 +610,18 @@ class Mamba2Spec(MixerSpec):
     heads: int
     """Number of heads."""
     head_dim: int
-    """Channels of a head."""
+    """Number of channels of a head."""
     groups: int
-    """Groups of heads that share B and C."""
+    """Number of groups of heads; the heads of a group share B and C."""
     state_size: int
-    """Entries of B and C: rows of a head's state."""
+    """Number of entries of B and C, which is the number of rows of a head's state."""
     conv_size: int
     """Kernel size of the short convolution, in tokens."""
     limits: tuple[float, float | None] = (0.0, None)
     """Smallest and largest step size; None for no upper limit."""
     norm: Literal["gated", "before gate"] | None = "gated"
-    """RMS norm of the output, group by group: after the gate ("gated") or before it; None for no norm."""
+    """RMS norm of the output, over each group: after the output is multiplied by the gate ("gated") or before
+    ("before gate"); None for no norm."""
     norm_eps: float = 1e-5
     """Epsilon of the RMS norm of the output; unused if `norm` is None."""
     has_bias: bool = False
@@ -605,30 +631,30 @@ class Mamba2Spec(MixerSpec):
     has_conv_bias: bool = True
     """Whether the short convolution has a bias, one number per channel of x, B and C."""
     into_factor: float = 1.0
-    """Factor of the layer's input."""
+    """Factor of the mixer's input."""
     in_factors: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
-    """Factors of the projected gate, x, B, C and step sizes."""
+    """Factors of the five results of the input projection: gate, x, B, C and step sizes."""
     out_factor: float = 1.0
-    """Factor of the output."""
+    """Factor of the mixer's output."""
 
     @property
     def channels(self) -> int:
-        """Channels of all heads together."""
+        """Number of channels of all heads together."""
         return self.heads * self.head_dim
 
     @property
     def convolved(self) -> int:
-        """Channels of the short convolution: x, B and C."""
+        """Number of channels of the short convolution: those of x, B and C."""
         return self.channels + 2 * self.groups * self.state_size
 
     @property
     def summary(self) -> RecurrentMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return RecurrentMixer("mamba2")
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return {
             "ssm_head": self.heads,
             "ssm_group": self.groups,
@@ -639,13 +665,14 @@ class Mamba2Spec(MixerSpec):
         }
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: projections; B and C for every head, in float32."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: projections; B and C for
+        every head, in float32."""
         return itemsize * 6 * (self.channels + self.convolved) + 4 * 4 * self.heads * self.state_size
 
 
 @dataclass(frozen=True)
 class MlpSpec(ChannelMixerSpec):
-    """An MLP, gated or plain."""
+    """Sizes and switches of an MLP, gated (act(gate) * up) or plain (act(up))."""
 
     kind: ClassVar[str] = "mlp"
 
@@ -656,7 +683,7 @@ class MlpSpec(ChannelMixerSpec):
     is_gated: bool = True
     """Whether the up projection is multiplied by an activated gate; False for a plain MLP."""
     is_fused: bool = False
-    """Whether gate and up projection are one tensor."""
+    """Whether the checkpoint stores gate and up projection as one tensor."""
     has_bias: bool = False
     """Whether all projections have biases."""
     factors: tuple[float, float] = (1.0, 1.0)
@@ -664,29 +691,30 @@ class MlpSpec(ChannelMixerSpec):
     inner_norm_eps: float | None = None
     """Epsilon of an RMS norm before the down projection; None for no norm."""
     groups: tuple[int, ...] | None = None
-    """Number of groups of the width-1 convolutions that replace up and down projection (SqueezeBERT); None
-    for linear projections."""
+    """Numbers of groups of the width-1 convolutions that replace up and down projection, in this order
+    (SqueezeBERT); None for linear projections."""
     sparsity: float = 0.0
-    """Intended share of zero hidden activations: gates below the normal quantile of this share are cut to 0
-    (Gemma 3n)."""
+    """Intended share of zero hidden activations, in [0, 1): gates below the quantile of this share in a
+    normal distribution are cut to 0 (Gemma 3n); 0 for none."""
 
     @property
     def summary(self) -> Literal["MLP", "gated MLP"]:
-        """See `ChannelMixerSpec`."""
+        """Name of this kind of channel mixer, as `Architecture.layers` shows it."""
         return "gated MLP" if self.is_gated else "MLP"
 
     @property
     def points(self) -> tuple[str, ...]:
-        """See `ChannelMixerSpec`."""
+        """Kinds of hook points inside this channel mixer."""
         return ("mlp_pre_act", *(("mlp_pre_linear",) if self.is_gated else ()), "mlp_post_act")
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `ChannelMixerSpec`."""
+        """Axis name -> size, for the axes of this channel mixer's hook points."""
         return {"mlp": self.intermediate_size}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `ChannelMixerSpec`: four tensors of the hidden width."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: four tensors of the
+        hidden width."""
         return itemsize * 4 * self.intermediate_size
 
 
@@ -703,10 +731,11 @@ class ExpertsSpec(ChannelMixerSpec):
     intermediate_size: int
     """Hidden width of a routed expert."""
     activation: ActivationName
-    """Activation function of each expert's gate, or of its up projection without a gate; routed experts with
-    `limits` do not use it."""
+    """Activation function of each expert's gate, or of its up projection without a gate; unused by routed
+    experts with `limits`."""
     routing: Routing
-    """How the top-k experts of a token are chosen and weighted (networks/mixers/experts.py)."""
+    """Rule by which the router chooses and weights the top-k experts of a token
+    (networks/mixers/experts.py)."""
     shared_size: int = 0
     """Hidden width of the shared expert; 0 for no shared expert."""
     has_shared_gate: bool = False
@@ -716,32 +745,34 @@ class ExpertsSpec(ChannelMixerSpec):
     is_listed: bool = True
     """Whether the checkpoint has one tensor per expert, instead of one tensor of all experts."""
     groups: int = 1
-    """Number of groups of experts."""
+    """Number of groups into which the experts are divided (group-limited routing of DeepSeek)."""
     chosen_groups: int = 1
-    """Number of groups, those with the largest scores, from which a token's experts are chosen."""
+    """Number of groups per token, those with the largest scores, from which its experts are chosen."""
     has_correction: bool = True
-    """Whether a correction bias is added to the router scores for the choice of experts."""
+    """Whether a learned correction is added to the router's scores when experts are chosen, but not in their
+    weights."""
     sums_to_one: bool = False
-    """Whether the weights of the top-k experts are normalised to sum to 1."""
+    """Whether the weights of the top-k experts are divided by their sum."""
     sum_eps: float = 1e-20
-    """Epsilon added to the sum by which these weights are divided."""
+    """Epsilon added to the sum by which the weights are divided; unused if `sums_to_one` is False."""
     routed_factor: float = 1.0
     """Factor of the routed experts' weights."""
     latent_size: int | None = None
-    """Width of the routed experts' input and output, between two linear projections; None for the hidden size
-    of the model."""
+    """Width of the routed experts' input and output, if linear projections map the stream to that width and
+    back; None if experts have the hidden size of the model."""
     has_bias: bool = False
     """Whether the shared expert and the projections around a latent have biases."""
     factor: float = 1.0
-    """Factor of the experts' output, applied to their last weights on loading."""
+    """Factor of the experts' output; their down projections are multiplied by it when they are loaded."""
     has_routed_bias: bool = False
     """Whether the router and the routed experts have biases."""
     limits: tuple[float, float] | None = None
-    """(a, limit) of experts with gate x sigmoid(a x), whose gate and up projections are clamped to the limit
-    (gpt-oss); their columns alternate in tensors stored as [in, out]. None for other experts."""
+    """(a, limit) of experts whose activation is x sigmoid(a x), and whose gate and up projections are clamped
+    to the limit (gpt-oss); a checkpoint stores them as [in, out] with alternating columns. None for other
+    experts."""
     jitter: float = 0.0
-    """Sparse mixing: half the largest relative distance to the best score at which another score still enters
-    the softmax."""
+    """Routing "sparse mixing": half the largest relative distance to the best score at which another score
+    still enters the softmax; unused by other routings."""
     is_transposed: bool = False
     """Whether the checkpoint stores expert weights as [in, out] instead of [out, in]."""
     has_output_bias: bool = False
@@ -750,42 +781,49 @@ class ExpertsSpec(ChannelMixerSpec):
     def __post_init__(self) -> None:
         if self.chosen > self.count:
             raise ConfigError(
-                f"expected a number of experts per token of at most {self.count}, found {self.chosen}; "
-                "correct config.json, or fetch it again"
+                f"expected at most {self.count} experts per token, as many as there are, found "
+                f"{self.chosen}; correct config.json, or fetch it again"
             )
-        if self.count % self.groups or self.chosen_groups > self.groups:
+        if self.count % self.groups:
             raise ConfigError(
-                f"expected {self.groups} groups to divide {self.count} experts, and at most as many chosen, "
-                f"found {self.chosen_groups}; correct config.json, or fetch it again"
+                f"expected the number of experts to be a multiple of the number of expert groups, found "
+                f"{self.count} experts and {self.groups} groups; correct config.json, or fetch it again"
+            )
+        if self.chosen_groups > self.groups:
+            raise ConfigError(
+                f"expected at most {self.groups} expert groups per token, as many as there are, found "
+                f"{self.chosen_groups}; correct config.json, or fetch it again"
             )
         # DeepSeek-V3 scores a group by the sum of its two largest experts.
         if self.routing == "sigmoid" and self.count // self.groups < 2:
             raise ConfigError(
-                "expected groups of at least 2 experts, by whose two largest scores groups are chosen, found "
-                f"{self.count} experts in {self.groups} groups; correct config.json, or fetch it again"
+                "expected at least 2 experts in each expert group, as groups are ranked by their two largest "
+                f"scores, found {self.count} experts in {self.groups} groups; correct config.json, or fetch "
+                "it again"
             )
         in_chosen_groups = self.chosen_groups * (self.count // self.groups)
         if self.chosen > in_chosen_groups:
             raise ConfigError(
-                f"expected at most {in_chosen_groups} experts to be chosen, as the chosen groups have, found "
-                f"{self.chosen}; correct config.json, or fetch it again"
+                f"expected at most {in_chosen_groups} experts per token, as many as its {self.chosen_groups} "
+                f"expert groups contain, found {self.chosen}; correct config.json, or fetch it again"
             )
 
     def idle_weights(self, width: int) -> int:
-        """See `ChannelMixerSpec`."""
+        """Number of weights of the routed experts that one token does not use. width: hidden size of the
+        model."""
         per_expert = (3 if self.is_gated else 2) * (self.latent_size or width) * self.intermediate_size
         # The shared expert is used by every token, so it is never idle.
         return (self.count - self.chosen) * per_expert
 
     @property
     def summary(self) -> Literal["experts"]:
-        """See `ChannelMixerSpec`."""
+        """Name of this kind of channel mixer, as `Architecture.layers` shows it."""
         return "experts"
 
     @property
     def points(self) -> tuple[str, ...]:
-        """See `ChannelMixerSpec`: router, weights and outputs of experts. Hidden activations have no hook
-        points, as each token has those of its own experts only."""
+        """Kinds of hook points of the experts: router, weights and outputs. Hidden activations have none,
+        because a token has them only for its own experts."""
         routed = ("router_logits", "router_probs", "expert_weights")
         # Outputs of experts with a latent have another width than the stream, and no hook point.
         outputs = () if self.latent_size else ("expert_out",)
@@ -793,11 +831,12 @@ class ExpertsSpec(ChannelMixerSpec):
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `ChannelMixerSpec`."""
+        """Axis name -> size, for the axes of this channel mixer's hook points."""
         return {"expert": self.count}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `ChannelMixerSpec`: hidden activations of the top-k routed experts and of the shared expert."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: hidden activations of the
+        top-k routed experts and of the shared expert."""
         return itemsize * 4 * (self.chosen * self.intermediate_size + self.shared_size)
 
 
@@ -813,25 +852,27 @@ class MlpAndExpertsSpec(ChannelMixerSpec):
     experts: ExpertsSpec
     """The routed experts, which run in parallel with the MLP."""
     norm_eps: float
-    """Epsilon of all these norms."""
+    """Epsilon of the norms of MLP, experts and router."""
 
     @property
     def summary(self) -> Literal["experts"]:
-        """See `ChannelMixerSpec`."""
+        """Name of this kind of channel mixer, as `Architecture.layers` shows it."""
         return "experts"
 
     @property
     def points(self) -> tuple[str, ...]:
-        """See `ChannelMixerSpec`; the MLP's output is at the hook point of a shared expert."""
+        """Kinds of hook points of MLP and experts; the MLP's output has the hook point of a shared expert,
+        "shared_expert_out"."""
         return (*self.mlp.points, *self.experts.points, "shared_expert_out")
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `ChannelMixerSpec`."""
+        """Axis name -> size, for the axes of this channel mixer's hook points."""
         return self.mlp.axis_sizes | self.experts.axis_sizes
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `ChannelMixerSpec`: MLP and experts together."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: MLP and experts
+        together."""
         return self.mlp.bytes_per_token(itemsize) + self.experts.bytes_per_token(itemsize)
 
 
@@ -860,9 +901,10 @@ class SharedBlockSpec(MixerSpec):
     source: int
     """Number of the layer among whose tensors the shared weights are stored."""
     place: int = 0
-    """Index of this layer among all layers with a shared block."""
+    """Index of this layer among all layers with a shared block, counted from 0."""
     listed: tuple[int, ...] = (0,)
-    """These indices of all layers that share this block; low-rank adapters are numbered by them."""
+    """Values of `place` of all layers that share this block; a checkpoint numbers the block's low-rank
+    adapters by them."""
     rank: int | None = None
     """Rank of the low-rank adapters that each layer adds to the shared MLP; None for no adapters."""
     adapts_attention: bool = False
@@ -872,21 +914,21 @@ class SharedBlockSpec(MixerSpec):
 
     @property
     def summary(self) -> AttentionMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return self.attention.summary
 
     @property
     def rope(self) -> RopeConfig | None:
-        """See `MixerSpec`."""
+        """Rotary position embedding of queries and keys; None for no rope."""
         return self.attention.rope
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return {"shared": 2 * self.hidden_size} | self.attention.axis_sizes | self.mlp.axis_sizes
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: its input of twice the hidden size, before and after the norm; attention and
-        MLP."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: its input of twice the
+        hidden size, before and after the norm; attention and MLP."""
         inside = self.attention.bytes_per_token(itemsize) + self.mlp.bytes_per_token(itemsize)
         return itemsize * 8 * self.hidden_size + inside

@@ -8,8 +8,8 @@ query_position, key_position]: row = query (target), column = key (source). ``kv
 heads; grouped-query attention has fewer of them than query heads. Recurrent states are [batch, head, key,
 value], so that reading is r^T S.
 
-Mixers other than attention have hook points with a prefix (a "room") and axes of their own, as hybrids have
-both:
+Mixers other than attention have hook points with a prefix and axes of their own, because a hybrid model has
+both kinds of mixers:
 
 * ``ssm`` (Mamba): ``ssm_head``, ``ssm_key``, ``ssm_value``; ``ssm_group`` counts groups of heads that share B
   and C. A head of Mamba-1 is one channel, with one value.
@@ -87,51 +87,62 @@ LAYER_INPUT = ("batch", "position", "layer_input")
 
 @dataclass(frozen=True)
 class HookKind:
-    """One row of the table: a kind of hook point, which exists once per layer or once per model."""
+    """One row of the table `KINDS`: a kind of hook point, which exists once per layer or once per model."""
 
     name: str
     """Short name, also the variable's name in a store: ``resid_post``."""
     path: str
-    """String form; ``{}`` stands for the layer, or the time step: ``blocks.{}.hook_resid_post``."""
+    """Name of the hook point as users write it, such as ``blocks.{}.hook_resid_post``; ``{}`` stands for the
+    number of the layer or time step."""
     dims: tuple[str, ...]
-    """Names of the axes of its activation."""
+    """Names of the axes of the activation, in order, batch first."""
     meaning: str
     """Description of the activation, for tables and messages."""
     transformer_lens: str | None = None
-    """TransformerLens's hook name for the same activation, axes possibly in another order; None without
-    equivalent."""
+    """TransformerLens's hook name for the same activation, whose axes may be in another order; None if
+    TransformerLens has no such hook."""
     is_derived: bool = False
-    """Whether it is computed only for captures: nothing in the forward pass reads it, so that an intervention
-    there would have no effect."""
+    """Whether the activation is computed only to be captured: nothing in the forward pass reads it, so an
+    intervention there would have no effect."""
 
     @property
     def per_layer(self) -> bool:
-        """Whether it exists once per layer (or time step), instead of once per model."""
+        """Whether the kind exists once per layer (or time step), instead of once per model."""
         return "{}" in self.path
 
     @property
     def counted(self) -> str:
-        """What the number of a hook point counts: "time" steps of an RNN, else "layer"."""
+        """What the number in a hook point's name counts: "time" (time steps) in an RNN, else "layer"."""
         return "time" if self.path.startswith("rnn.") else "layer"
 
 
-def _block(name: str, suffix: str, dims: tuple[str, ...], meaning: str, tl: str | None = "") -> HookKind:
-    """Row for a hook point in a layer, with path "blocks.{}.<suffix>". tl: hook name in TransformerLens; ""
-    for an equal path, None without equivalent."""
-    path = "blocks.{}." + suffix
-    return HookKind(name, path, dims, meaning, path if tl == "" else tl)
-
-
-def _recurrent(
-    name: str, dims: tuple[str, ...], meaning: str, *, room: str = "rwkv", derived: bool = False
+def _block(
+    name: str, suffix: str, dims: tuple[str, ...], meaning: str, transformer_lens: str | None = ""
 ) -> HookKind:
-    """Row for a hook point of a recurrent or other special mixer with path prefix `room`; TransformerLens has
-    no equivalent."""
-    return HookKind(f"{room}_{name}", f"blocks.{{}}.{room}.hook_{name}", dims, meaning, None, derived)
+    """Row of `KINDS` for a hook point in a layer, with the path "blocks.{}.<suffix>".
+
+    Arguments:
+        name: Short name of the kind.
+        suffix: Path after the layer's number.
+        dims: Names of the axes of the activation.
+        meaning: Description of the activation.
+        transformer_lens: Hook name in TransformerLens; "" if it equals the path, None if there is no such
+            hook.
+    """
+    path = "blocks.{}." + suffix
+    return HookKind(name, path, dims, meaning, path if transformer_lens == "" else transformer_lens)
+
+
+def _prefixed(
+    name: str, dims: tuple[str, ...], meaning: str, *, prefix: str = "rwkv", derived: bool = False
+) -> HookKind:
+    """Row of `KINDS` for a hook point with the name "<prefix>_<name>" and the path
+    "blocks.{}.<prefix>.hook_<name>", of a mixer or part that TransformerLens does not have."""
+    return HookKind(f"{prefix}_{name}", f"blocks.{{}}.{prefix}.hook_{name}", dims, meaning, None, derived)
 
 
 def _states(
-    room: str,
+    prefix: str,
     axes: tuple[str, str, str, str],
     *,
     written: str,
@@ -139,11 +150,12 @@ def _states(
     log: str = "",
     per: str = "",
 ) -> tuple[HookKind, ...]:
-    """Kinds of every mixer with a state: decays, writes, states, and the attention matrix equivalent to them.
+    """Rows of `KINDS` that every recurrent mixer has: decays, writes, states, and the attention matrix
+    equivalent to them.
 
     Arguments:
-        room: Prefix of the mixer's kinds.
-        axes: Its axes: heads, keys, values, decays.
+        prefix: Prefix of the mixer's hook points, such as "ssm".
+        axes: Names of the axes of the mixer's heads, keys, values and decays.
         written: Formula of a token's write to the state, for the descriptions.
         read: Relation between the attention matrix alpha and the output, for the descriptions.
         log: Formula of the logarithm of the decay, for the descriptions.
@@ -151,53 +163,53 @@ def _states(
     """
     head, key, value, decay = axes
 
-    def kind(name: str, dims: tuple[str, ...], meaning: str, *, derived: bool = False) -> HookKind:
-        return _recurrent(name, ("batch", head, *dims), meaning, room=room, derived=derived)
+    def row(name: str, dims: tuple[str, ...], meaning: str, *, derived: bool = False) -> HookKind:
+        return _prefixed(name, ("batch", head, *dims), meaning, prefix=prefix, derived=derived)
 
-    weights = ("query_position", "key_position")
+    pairs = ("query_position", "key_position")
     multiplies = f"factor of a token's write {written} to the state"
     reads = f"signed weight of each earlier token's value in the output: alpha {read}"
     return (
-        kind("log_decay", ("position", decay), f"natural log of the decay{log}, <= 0"),
-        kind("decay", ("position", decay), f"factor of the state at each token, in [0, 1]{per}"),
-        kind(
+        row("log_decay", ("position", decay), f"natural log of the decay{log}, <= 0"),
+        row("decay", ("position", decay), f"factor of the state at each token, in [0, 1]{per}"),
+        row(
             "write",
             ("position", "one"),
             f"{multiplies}, 1 by default; 0 knocks it out, other factors steer it",
         ),
-        kind("state_seq", ("position", key, value), "state after each token, float32"),
-        kind("state", (key, value), "state after the last token, float32", derived=True),
-        kind("alpha_raw", weights, reads, derived=True),
-        kind("effective_attn", weights, "alpha_raw after ReLU, rows divided by their sum", derived=True),
+        row("state_seq", ("position", key, value), "state after each token, float32"),
+        row("state", (key, value), "state after the last token, float32", derived=True),
+        row("alpha_raw", pairs, reads, derived=True),
+        row("effective_attn", pairs, "alpha_raw after ReLU, rows divided by their sum", derived=True),
     )
 
 
 def _ssm(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
-    return _recurrent(name, dims, meaning, room="ssm")
+    return _prefixed(name, dims, meaning, prefix="ssm")
 
 
 def _linear(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
-    return _recurrent(name, dims, meaning, room="linear")
+    return _prefixed(name, dims, meaning, prefix="linear")
 
 
 def _mlstm(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
-    return _recurrent(name, dims, meaning, room="mlstm")
+    return _prefixed(name, dims, meaning, prefix="mlstm")
 
 
 def _latent(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
-    return _recurrent(name, dims, meaning, room="latent")
+    return _prefixed(name, dims, meaning, prefix="latent")
 
 
 def _diff(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
-    return _recurrent(name, dims, meaning, room="diff")
+    return _prefixed(name, dims, meaning, prefix="diff")
 
 
 def _moa(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
-    return _recurrent(name, dims, meaning, room="moa")
+    return _prefixed(name, dims, meaning, prefix="moa")
 
 
 def _shared(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
-    return _recurrent(name, dims, meaning, room="shared")
+    return _prefixed(name, dims, meaning, prefix="shared")
 
 
 def _cross(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
@@ -206,11 +218,11 @@ def _cross(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
 
 
 def _altup(name: str, meaning: str) -> HookKind:
-    return _recurrent(name, STREAMS, meaning, room="altup")
+    return _prefixed(name, STREAMS, meaning, prefix="altup")
 
 
 def _laurel(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
-    return _recurrent(name, dims, meaning, room="laurel")
+    return _prefixed(name, dims, meaning, prefix="laurel")
 
 
 def _layer_input(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
@@ -218,7 +230,7 @@ def _layer_input(name: str, dims: tuple[str, ...], meaning: str) -> HookKind:
 
 
 def _conv(name: str, meaning: str) -> HookKind:
-    return _recurrent(name, HIDDEN, meaning, room="conv")
+    return _prefixed(name, HIDDEN, meaning, prefix="conv")
 
 
 # In execution order: `HookPoint.order`, by which plans sort, is the index of a row.
@@ -252,13 +264,19 @@ KINDS: tuple[HookKind, ...] = (
         "q_input",
         "hook_q_input",
         HEAD_INPUTS,
-        "resid_pre as the queries of each head read it, before the norm",
+        "copy of resid_pre for each head, before the norm, from which the head's queries are computed",
     ),
     _block(
-        "k_input", "hook_k_input", KV_INPUTS, "resid_pre as the keys of each head read it, before the norm"
+        "k_input",
+        "hook_k_input",
+        KV_INPUTS,
+        "copy of resid_pre for each key head, before the norm, from which its keys are computed",
     ),
     _block(
-        "v_input", "hook_v_input", KV_INPUTS, "resid_pre as the values of each head read it, before the norm"
+        "v_input",
+        "hook_v_input",
+        KV_INPUTS,
+        "copy of resid_pre for each value head, before the norm, from which its values are computed",
     ),
     # Attention.
     _block("attn_gate", "attn.hook_gate", QUERY_HEADS, "gate of each head's output, after the sigmoid", None),
@@ -279,9 +297,9 @@ KINDS: tuple[HookKind, ...] = (
     _latent(
         "c",
         ("batch", "position", "latent"),
-        "input of keys and values: normalised latent, then the part of the keys that all heads share",
+        "input of keys and values: the normalised latent, then the key entries that all heads share",
     ),
-    _latent("k", LATENT_KEYS, "keys of each head, the shared part last"),
+    _latent("k", LATENT_KEYS, "keys of each head; the entries that all heads share come last"),
     _latent("v", LATENT_VALUES, "values of each head"),
     # Scores and outputs of all kinds of attention.
     _block("scores", "attn.hook_scores", ATTENTION, "scale * q k^T, before soft cap and mask", None),
@@ -323,14 +341,14 @@ KINDS: tuple[HookKind, ...] = (
         "output of a shared block, added to the input of the layer's mixer and not to the stream",
     ),
     # RWKV.
-    _recurrent("r", KEYS, "receptance: query of the state"),
-    _recurrent("kk", KEYS, "RWKV-7: normalised key whose stored value is removed"),
-    _recurrent("a", KEYS, "RWKV-7: share of that value that is removed, in (0, 1)"),
-    _recurrent("k", KEYS, "keys of the writes"),
-    _recurrent("v", VALUES, "values of the writes"),
-    _recurrent("g", VALUES, "gate of the output"),
+    _prefixed("r", KEYS, "receptance: query of the state"),
+    _prefixed("kk", KEYS, "RWKV-7: normalised key under which the state removes a stored value"),
+    _prefixed("a", KEYS, "RWKV-7: share of the value stored under kk that is removed, in (0, 1)"),
+    _prefixed("k", KEYS, "keys of the writes"),
+    _prefixed("v", VALUES, "values of the writes"),
+    _prefixed("g", VALUES, "gate of the output"),
     *_states("rwkv", ("head", "key", "value", "key"), written="k v^T", read="v = wkv_out"),
-    _recurrent("wkv_out", VALUES, "output of each head, read from the state, before its norm"),
+    _prefixed("wkv_out", VALUES, "output of each head, read from the state, before its norm"),
     # State spaces (Mamba-1 and Mamba-2).
     _ssm("gate", SSM_VALUES, "gate of the output, after its activation"),
     _ssm(
@@ -407,13 +425,16 @@ KINDS: tuple[HookKind, ...] = (
     _conv("x", "input of the convolution: in_gate times the projection of the token"),
     _conv("out", "output of the convolution, before its gate"),
     _block(
-        "ln1_post_scale", "ln1_post.hook_scale", SCALE, "divisor of the post-attention norm (4-norm families)"
+        "ln1_post_scale",
+        "ln1_post.hook_scale",
+        SCALE,
+        "divisor of the post-attention norm (families with four norms per layer)",
     ),
     _block(
         "ln1_post_normalized",
         "ln1_post.hook_normalized",
         HIDDEN,
-        "post-attention norm before its weight (4-norm families)",
+        "post-attention norm before its weight (families with four norms per layer)",
     ),
     _block(
         "attn_out",
@@ -511,12 +532,17 @@ KINDS: tuple[HookKind, ...] = (
         "blocks.{}.mlp.hook_post",
     ),
     _block("mlp_post", "mlp.hook_post", HIDDEN, "MLP output before any post-norm", None),
-    _block("ln2_post_scale", "ln2_post.hook_scale", SCALE, "divisor of the post-MLP norm (4-norm families)"),
+    _block(
+        "ln2_post_scale",
+        "ln2_post.hook_scale",
+        SCALE,
+        "divisor of the post-MLP norm (families with four norms per layer)",
+    ),
     _block(
         "ln2_post_normalized",
         "ln2_post.hook_normalized",
         HIDDEN,
-        "post-MLP norm before its weight (4-norm families)",
+        "post-MLP norm before its weight (families with four norms per layer)",
     ),
     _block(
         "mlp_out",
@@ -526,14 +552,20 @@ KINDS: tuple[HookKind, ...] = (
     ),
     _altup("corrected", "all streams after AltUp's correction by the output of the block"),
     # Per-layer inputs (Gemma 3n and 4).
-    _layer_input("embed", LAYER_INPUT, "this layer's own input, from token ids and embeddings"),
-    _layer_input("gate", LAYER_INPUT, "gate of that input, computed from the stream, after the activation"),
-    _layer_input("scale", SCALE, "divisor of the norm of the gated input"),
-    _layer_input("normalized", HIDDEN, "norm of the gated and projected input, before its weight"),
+    _layer_input(
+        "embed", LAYER_INPUT, "per-layer input of this layer, computed from token ids and embeddings"
+    ),
+    _layer_input(
+        "gate", LAYER_INPUT, "gate of the per-layer input, computed from the stream, after the activation"
+    ),
+    _layer_input("scale", SCALE, "divisor of the norm of the gated and projected per-layer input"),
+    _layer_input(
+        "normalized", HIDDEN, "gated and projected per-layer input, normalised, before the norm's weight"
+    ),
     _layer_input(
         "out",
         HIDDEN,
-        "output of the layer input, added to the stream or, with parallel streams, to all but the first",
+        "output of the per-layer input, added to the stream or, with parallel streams, to all but the first",
     ),
     _block(
         "resid_post",
@@ -599,18 +631,20 @@ KINDS: tuple[HookKind, ...] = (
 )
 BY_NAME = {kind.name: kind for kind in KINDS}
 LOGITS = "logits"
-"""Kind of the logits. No model lists it in `hook_points`, as a pass returns logits without a hook; stores use
-it for values computed from logits."""
+"""Kind of the hook point for logits. No model lists it in `hook_points`, as a pass returns logits without a
+hook; stores use it for values computed from logits."""
 STATE_ROOMS = ("rwkv", "ssm", "linear", "mlstm")
-"""Prefixes of mixers with a recurrent state; each has the kinds of `_states`."""
+"""Prefixes of the hook points of mixers with a recurrent state; each has the kinds of `_states`, such as
+"ssm_state"."""
 SPLIT_INPUTS = ("q_input", "k_input", "v_input")
-"""Separate copies of resid_pre for each head: a change at one affects only the queries, keys or values of
-that head."""
+"""Kinds of hook points with a copy of resid_pre for each head: a change of one copy affects only the queries,
+keys or values of that head."""
 _BY_NAME_ALONE = dict.fromkeys(SPLIT_INPUTS, "_input") | {"expert_out": "expert_out", LOGITS: LOGITS}
 _BY_NAME_ALONE |= dict.fromkeys((f"altup_{name}" for name in ("streams", "predicted", "corrected")), "altup")
-"""Kind whose activation is as large as many residual streams -> text that a glob must contain to match it."""
+"""Kind whose activation is as large as many residual streams -> text that a glob pattern must contain to
+match the kind, so that `blocks.*` does not capture it."""
 ORDER = {kind.name: place for place, kind in enumerate(KINDS)}
-"""Kind -> its index in execution order."""
+"""Name of a kind of hook point -> its index in the order in which a forward pass computes the kinds."""
 _MIXERS = {
     ".attn.": "attention",
     ".rwkv.": "an RWKV mixer",
@@ -623,8 +657,9 @@ _MIXERS = {
     ".moa.": "a mixture of attention",
     ".cross_attn.": "cross-attention",
 }
-_LISTED = 8
-"""Largest number of layers that a message lists."""
+"""Part of a hook point's path -> name of the mixer that has such hook points, for messages."""
+_MOST_LISTED = 8
+"""Largest number of layers that an error message lists."""
 _FIRST_AFTER_BLOCKS = ORDER["altup_merged"]
 _BY_PATH = {kind.path: kind for kind in KINDS}
 _BY_TRANSFORMER_LENS = {kind.transformer_lens: kind for kind in KINDS if kind.transformer_lens}
@@ -636,14 +671,15 @@ NNTERP = {
     "mlps_output": "mlp_post",
     "attention_probabilities": "pattern",
 }
-"""Name in the library nnterp -> kind."""
+"""Name that the library nnterp gives to an activation -> kind of the hook point here."""
 _NNTERP_NAME = re.compile(rf"({'|'.join(NNTERP)})\[(\d{{1,18}}|\*)\]")
 # At most 18 digits, so that every layer number fits into 64 bits.
 _NUMBER = re.compile(r"\.(\d{1,18})(?=\.|$)")
 
 
 class _At:
-    """Constructor of one kind: `HookPoint.resid_post(5)`, or `HookPoint.embed()` outside of layers."""
+    """Makes hook points of one kind: `HookPoint.resid_post(5)`, or `HookPoint.embed()` for a kind outside of
+    layers."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -655,7 +691,8 @@ class _At:
 
 @dataclass(frozen=True)
 class HookPoint:
-    """A named place in a forward pass. Functions that take hook points also accept their string form.
+    """A named place in a forward pass. Functions that take hook points also accept their names, such as
+    "blocks.5.hook_resid_post".
 
     >>> HookPoint.resid_post(5)
     HookPoint.resid_post(5)
@@ -748,12 +785,12 @@ class HookPoint:
 
     def __post_init__(self) -> None:
         if self.kind not in BY_NAME:
-            raise HookPointNotFound(_unknown(self.kind, BY_NAME))
+            raise HookPointNotFound(_no_such_point(self.kind, BY_NAME))
         if BY_NAME[self.kind].per_layer != (self.layer is not None):
-            expected = "a layer" if BY_NAME[self.kind].per_layer else "no layer"
+            expected = "a layer number" if BY_NAME[self.kind].per_layer else "no layer"
             raise HookPointNotFound(
-                f"{self.kind} takes {expected}, found layer={self.layer!r}; its form is "
-                f"{BY_NAME[self.kind].path!r}"
+                f"expected {expected} for the hook point kind {self.kind!r}, found layer={self.layer!r}; its "
+                f"names look like {BY_NAME[self.kind].path!r}"
             )
         if self.layer is None:
             return
@@ -764,49 +801,58 @@ class HookPoint:
 
     @classmethod
     def parse(cls, name: str) -> HookPoint:
-        """The hook point with this string form, or with this name in nnterp (`own_name`).
+        """The hook point that a string names: "blocks.5.hook_resid_post", or a name of the library nnterp
+        such as "layers_output[5]".
 
         Raises:
-            HookPointNotFound: There is no such point; the message names the nearest one.
+            HookPointNotFound: No hook point has this name; the message gives the most similar one.
         """
         return cls._from_path(own_name(name), _BY_PATH)
 
     @classmethod
     def from_transformer_lens(cls, name: str) -> HookPoint:
-        """The hook point of the quantity that TransformerLens calls `name`. Its axes are ordered as in this
-        module, heads before positions."""
+        """The hook point for the activation that TransformerLens calls `name`; HookPointNotFound if there is
+        none. Unlike in TransformerLens, its axes have heads before positions."""
         return cls._from_path(name, _BY_TRANSFORMER_LENS)
 
     @classmethod
     def _from_path(cls, name: str, table: dict[str, HookKind]) -> HookPoint:
-        """The hook point of a string form; table: string form with `{}` for the layer -> kind."""
+        """The hook point with a name, such as "blocks.5.hook_q".
+
+        Arguments:
+            name: The name.
+            table: Name with "{}" in place of the layer -> kind of hook point.
+
+        Raises:
+            HookPointNotFound: The name is not in the table.
+        """
         match = _NUMBER.search(name)
         layer = int(match.group(1)) if match else None
         path = _NUMBER.sub(".{}", name, count=1)
         if path not in table:
-            candidates = [row.replace("{}", str(layer or 0)) for row in table]
-            raise HookPointNotFound(_unknown(name, candidates))
+            candidates = [known_path.replace("{}", str(layer or 0)) for known_path in table]
+            raise HookPointNotFound(_no_such_point(name, candidates))
         return cls(table[path].name, layer)
 
     @property
     def transformer_lens(self) -> str | None:
-        """TransformerLens's hook name for the same activation; None without equivalent."""
+        """TransformerLens's hook name for the same activation; None if TransformerLens has no such hook."""
         name = BY_NAME[self.kind].transformer_lens
         return name and name.format(self.layer)
 
     @property
     def dims(self) -> tuple[str, ...]:
-        """Axes of the activation, batch first."""
+        """Names of the axes of the activation, in order, batch first."""
         return BY_NAME[self.kind].dims
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key in execution order of a forward pass."""
-        place = ORDER[self.kind]
+        """Sort key (layer, index of the kind) that puts hook points in the order of a forward pass."""
+        index = ORDER[self.kind]
         if self.layer is not None:
-            return (self.layer, place)
+            return (self.layer, index)
         # Points outside of layers: the embedding sorts before layer 0, all others after the last layer.
-        return (-1, place) if place < _FIRST_AFTER_BLOCKS else (2**31, place)
+        return (-1, index) if index < _FIRST_AFTER_BLOCKS else (2**31, index)
 
     def __str__(self) -> str:
         return BY_NAME[self.kind].path.format(self.layer)
@@ -816,7 +862,8 @@ class HookPoint:
 
 
 def as_point(point: HookPoint | str) -> HookPoint:
-    """A hook point from itself or from its string form.
+    """The hook point that a name such as "blocks.5.hook_resid_post" stands for; a HookPoint is returned as it
+    is.
 
     Raises:
         HookPointNotFound: The string names no hook point, or the argument is something else.
@@ -830,10 +877,11 @@ def as_point(point: HookPoint | str) -> HookPoint:
 
 
 def own_name(name: str) -> str:
-    """Translate a name of nnterp, such as ``layers_output[5]``, to a string form; other names stay unchanged.
+    """Translate an activation's name in the library nnterp, such as ``layers_output[5]``, to the name of the
+    hook point here; other names are returned unchanged.
 
-    ``*`` stands for all layers. In families with a norm after attention, ``attentions_output`` is the output
-    after that norm.
+    ``*`` in place of the number stands for all layers. In families with a norm after attention,
+    ``attentions_output`` is the output after that norm.
 
     >>> own_name("layers_output[5]"), own_name("layers_input[*]")
     ('blocks.5.hook_resid_post', 'blocks.*.hook_resid_pre')
@@ -848,10 +896,10 @@ def is_glob(name: str) -> bool:
 
 
 def expand(pattern: str, points: Iterable[HookPoint]) -> list[HookPoint]:
-    """The hook points whose string form matches a shell pattern such as ``blocks.*.hook_resid_post``.
+    """The hook points whose names match a shell pattern such as ``blocks.*.hook_resid_post``.
 
-    Very large activations only match if the pattern names them: copies of the stream per head (``_input``),
-    outputs of each expert (``expert_out``), and parallel streams (``altup``).
+    Hook points with very large activations only match a pattern that contains a part of their name: copies of
+    the stream per head (``_input``), outputs of each expert (``expert_out``), parallel streams (``altup``).
 
     Arguments:
         pattern: Shell pattern, case-sensitive.
@@ -861,18 +909,21 @@ def expand(pattern: str, points: Iterable[HookPoint]) -> list[HookPoint]:
         HookPointNotFound: Nothing matches.
     """
     candidates = list(points)
-    matches = [
-        point
-        for point in candidates
-        if fnmatch.fnmatchcase(str(point), pattern) and _BY_NAME_ALONE.get(point.kind, "") in pattern
-    ]
+    # Most kinds require no text in the pattern: "" is part of every pattern.
+    allowed = [point for point in candidates if _BY_NAME_ALONE.get(point.kind, "") in pattern]
+    matches = [point for point in allowed if fnmatch.fnmatchcase(str(point), pattern)]
     if not matches:
-        raise HookPointNotFound(_unknown(pattern, [str(point) for point in candidates]))
+        raise HookPointNotFound(_no_such_point(pattern, [str(point) for point in candidates]))
     return matches
 
 
 def points_of(kinds: Iterable[str], num_layers: int) -> tuple[HookPoint, ...]:
-    """Hook points of these kinds in every layer, in execution order."""
+    """Hook points of some kinds in every layer, and outside of layers, in the order of a forward pass.
+
+    Arguments:
+        kinds: Names of kinds, such as "resid_post".
+        num_layers: Number of layers of the model.
+    """
     points: list[HookPoint] = []
     for kind in kinds:
         layers: Iterable[int | None] = range(num_layers) if BY_NAME[kind].per_layer else (None,)
@@ -880,8 +931,8 @@ def points_of(kinds: Iterable[str], num_layers: int) -> tuple[HookPoint, ...]:
     return tuple(sorted(points, key=lambda point: point.order))
 
 
-def _unknown(name: str, candidates: Iterable[str]) -> str:
-    """Message for an unknown hook point, with the nearest candidate."""
+def _no_such_point(name: str, candidates: Iterable[str]) -> str:
+    """Error message for a name that no hook point has, with the most similar of the candidates."""
     near = nearest(name, candidates)
     hint = f"; did you mean {near!r}?" if near else "; a model lists its own: `model.hook_points`"
     return f"there is no hook point {name!r:.200}{hint}"
@@ -896,20 +947,21 @@ def require_known(points: Sequence[HookPoint], available: Sequence[HookPoint], m
         model: Name of the model, for the message.
 
     Raises:
-        HookPointNotFound: A point is missing; the message names the layers that have its kind, or the nearest
-            point.
+        HookPointNotFound: A point is missing; the message names the layers that have its kind, or the most
+            similar point.
     """
     for point in points:
         if point in available:
             continue
-        layers = [p.layer for p in available if p.kind == point.kind and p.layer is not None]
-        if layers and point.layer is not None and any(p.layer == point.layer for p in available):
-            raise HookPointNotFound(_elsewhere(point, layers, available, model))
-        if layers and point.layer is not None:
+        layers_with_kind = [p.layer for p in available if p.kind == point.kind and p.layer is not None]
+        is_in_layers = bool(layers_with_kind) and point.layer is not None
+        if is_in_layers and any(p.layer == point.layer for p in available):
+            raise HookPointNotFound(_other_layers_have_it(point, layers_with_kind, available, model))
+        if is_in_layers:
             counted = {"layer": "layers", "time": "time steps"}[BY_NAME[point.kind].counted]
             raise HookPointNotFound(
                 f"{model} has {counted} 0 to {max(p.layer or 0 for p in available)}, found {str(point)!r}; "
-                f"the last one is {str(HookPoint(point.kind, max(layers)))!r}"
+                f"the last one is {str(HookPoint(point.kind, max(layers_with_kind)))!r}"
             )
         near = nearest(str(point), [str(p) for p in available])
         raise HookPointNotFound(
@@ -917,14 +969,25 @@ def require_known(points: Sequence[HookPoint], available: Sequence[HookPoint], m
         )
 
 
-def _elsewhere(point: HookPoint, layers: Sequence[int], available: Sequence[HookPoint], model: str) -> str:
-    """Message for a layer of a hybrid whose mixer lacks this kind: names its mixer, and the layers that have
-    the kind. layers: numbers of these layers."""
+def _other_layers_have_it(
+    point: HookPoint, layers_with_kind: Sequence[int], available: Sequence[HookPoint], model: str
+) -> str:
+    """Error message for a hook point that its layer lacks and other layers have, as in hybrids: it names the
+    mixer of the layer, and the layers with the kind.
+
+    Arguments:
+        point: The missing hook point.
+        layers_with_kind: Numbers of the layers that have a hook point of the same kind.
+        available: All hook points of the model.
+        model: Name of the model.
+    """
     paths = [str(p) for p in available if p.layer == point.layer]
-    mixers = [words for room, words in _MIXERS.items() if any(room in path for path in paths)]
-    listed = ", ".join(map(str, layers[:_LISTED]))
-    more = f" and {len(layers) - _LISTED} more" if len(layers) > _LISTED else ""
+    mixers = [name for path_part, name in _MIXERS.items() if any(path_part in path for path in paths)]
+    listed = ", ".join(map(str, layers_with_kind[:_MOST_LISTED]))
+    unlisted = len(layers_with_kind) - _MOST_LISTED
+    more = f" and {unlisted} more" if unlisted > 0 else ""
     return (
         f"layer {point.layer} of {model} has {' and '.join(mixers) or 'no mixer'}, and no hook point "
-        f"{str(point)!r}; this one is in layer{'s' if len(layers) > 1 else ''} {listed}{more}"
+        f"{str(point)!r}; this hook point exists in layer{'s' if len(layers_with_kind) > 1 else ''} "
+        f"{listed}{more}"
     )

@@ -46,26 +46,26 @@ class TimeMixSpec(MixerSpec):
     heads: int
     """Number of heads; in RWKV-4 every channel is a head."""
     head_dim: int
-    """Channels of a head: rows and columns of its state."""
+    """Number of channels of a head: rows and columns of its state."""
     norm_eps: float
     """Epsilon of the norm of each head's output, which RWKV-4 does not have."""
     ranks: tuple[tuple[str, int], ...] = ()
-    """(weight, rank) of the low-rank maps of versions 6 and 7."""
+    """(name, rank) of each low-rank map of versions 6 and 7, such as ("decay", 64); () in other versions."""
     has_gate: bool = True
     """Whether the output has a gate (version 5.1 and later)."""
     has_decay_per_head: bool = False
     """Whether all channels of a head share one decay and one bonus (RWKV-5.0 and 5.1)."""
     reads_first_values: bool = False
-    """Whether values are mixed with those of layer 0: in version 7, from layer 1 on."""
+    """Whether the layer mixes its values with the values of layer 0, as in version 7 from layer 1 on."""
 
     @property
     def width(self) -> int:
-        """Channels of all heads together."""
+        """Number of channels of all heads together."""
         return self.heads * self.head_dim
 
     @property
     def held_points(self) -> tuple[str, ...]:
-        """See `MixerSpec`."""
+        """Kinds of hook points that this mixer has; optional parts that are absent have none."""
         absent = set() if self.has_gate else {"rwkv_g"}
         # RWKV-4 has no matrix state, and only version 7 removes the value under a normalised key.
         absent |= set(_OF_STATES) if self.generation == 4 else set()
@@ -74,16 +74,17 @@ class TimeMixSpec(MixerSpec):
 
     @property
     def summary(self) -> RecurrentMixer:
-        """See `MixerSpec`."""
+        """Torch-free summary of this mixer, as `Architecture.layers` shows it."""
         return RecurrentMixer(f"rwkv{self.generation}")
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `MixerSpec`."""
+        """Axis name -> size, for the axes of this mixer's hook points."""
         return {"head": self.heads, "key": self.head_dim, "value": self.head_dim}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `MixerSpec`: the recurrence, in float32."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: the recurrence, in
+        float32."""
         return 4 * 10 * self.width
 
 
@@ -104,20 +105,20 @@ class ChannelMixSpec(ChannelMixerSpec):
 
     @property
     def summary(self) -> Literal["token-shifted MLP"]:
-        """See `ChannelMixerSpec`."""
+        """Name of this kind of channel mixer, as `Architecture.layers` shows it."""
         return "token-shifted MLP"
 
     @property
     def points(self) -> tuple[str, ...]:
-        """See `ChannelMixerSpec`."""
+        """Kinds of hook points inside this channel mixer."""
         return ("mlp_pre_act", "mlp_post_act")
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """See `ChannelMixerSpec`."""
+        """Axis name -> size, for the axes of this channel mixer's hook points."""
         return {"mlp": self.intermediate_size}
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `ChannelMixerSpec`: shifted copies of the stream in both halves of the layer, and two tensors
-        of the hidden width."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: shifted copies of the
+        stream in both halves of the layer, and two tensors of the hidden width."""
         return itemsize * (6 * self.hidden_size + 2 * self.intermediate_size)

@@ -28,16 +28,17 @@ _MIXES_6 = ("x", "w", "k", "v", "r", "g")
 
 @dataclass(frozen=True)
 class RwkvNames:
-    """Names of RWKV's tensors in a layer. Names of modules end with a dot."""
+    """Names of RWKV's tensors within a layer, in one of the naming schemes. Prefixes of modules end with a
+    dot."""
 
     time_mix: str = "attention."
-    """Prefix of the time mix."""
+    """Prefix of the tensors of the time mix."""
     head_norm: str = "ln_x"
-    """Norm of each head's output, below that prefix."""
+    """Name of the norm of each head's output, below the prefix of the time mix."""
     channel_mix: str = "feed_forward."
-    """Prefix of the channel mix."""
+    """Prefix of the tensors of the channel mix."""
     pre_norm: str = "pre_ln"
-    """Norm of the embedding in layer 0."""
+    """Name of the norm of the embedding, which is stored in layer 0."""
     is_fla: bool = False
     """Whether the checkpoint has the names and shapes of flash-linear-attention."""
     has_fused_mixes: bool = False
@@ -45,90 +46,93 @@ class RwkvNames:
 
 
 def time_mix_tensors(spec: TimeMixSpec, names: RwkvNames, hidden: int) -> Iterator[tuple[str, Stored]]:
-    """(weight, tensor) pairs of a time mix.
+    """(name of a weight, its tensor) of the time mix of a layer.
 
     Arguments:
-        spec: The time mix.
+        spec: Sizes and switches of the time mix.
         names: Names of the checkpoint's tensors.
-        hidden: Width of the stream.
+        hidden: Width of the residual stream.
     """
-    room, width, is_7 = names.time_mix, spec.width, spec.generation == 7
+    prefix, width, is_7 = names.time_mix, spec.width, spec.generation == 7
     if spec.generation > 4:
         # This norm has a bias even if norm_bias is false.
         for weight, part in (("head_norm", "weight"), ("head_norm.bias", "bias")):
-            yield f"rwkv.{weight}", Stored(f"{room}{names.head_norm}.{part}", (width,))
+            yield f"rwkv.{weight}", Stored(f"{prefix}{names.head_norm}.{part}", (width,))
     # The gate of version 7 is low-rank.
     for weight in "rkvog" if spec.has_gate and not is_7 else "rkvo":
         name = f"{weight}_proj" if names.is_fla else _WORDS[weight]
         shape = (hidden, width) if weight == "o" else (width, hidden)
-        yield f"rwkv.{weight}", Stored(f"{room}{name}.weight", shape)
+        yield f"rwkv.{weight}", Stored(f"{prefix}{name}.weight", shape)
     for weight, stored in (_version_7 if is_7 else _versions_4_to_6)(spec, names, hidden):
         yield f"rwkv.{weight}", stored
 
 
 def _versions_4_to_6(spec: TimeMixSpec, names: RwkvNames, hidden: int) -> Iterator[tuple[str, Stored]]:
-    """Token-shift mixes, decay and bonus, with the same names in both naming schemes."""
-    room, ranks, flat = names.time_mix, dict(spec.ranks), (1, 1, hidden)
+    """(name of a weight, its tensor) of the token-shift mixes, decay and bonus of versions 4 to 6, which have
+    the same names in both naming schemes; arguments as in `time_mix_tensors`."""
+    prefix, ranks, flat = names.time_mix, dict(spec.ranks), (1, 1, hidden)
     channels = (spec.width,) if spec.generation == 4 else (spec.heads, spec.head_dim)
     if spec.has_decay_per_head:
         channels = (spec.heads,)
     if spec.generation < 6:
         for mix in "kvrg" if spec.has_gate else "kvr":
-            yield f"mix_{mix}", Stored(f"{room}time_mix_{_WORDS[mix]}", flat)
-        yield "decay", Stored(f"{room}time_decay", channels)
+            yield f"mix_{mix}", Stored(f"{prefix}time_mix_{_WORDS[mix]}", flat)
+        yield "decay", Stored(f"{prefix}time_decay", channels)
     else:
         for mix in _MIXES_6:
-            yield f"mix_{mix}", Stored(f"{room}time_maa_{mix}", flat)
-        yield "mix_w1", Stored(f"{room}time_maa_w1", (hidden, 5 * ranks["mix"]))
-        yield "mix_w2", Stored(f"{room}time_maa_w2", (5, ranks["mix"], hidden))
-        yield "decay", Stored(f"{room}time_decay", (1, 1, spec.width))
-        yield "decay_w1", Stored(f"{room}time_decay_w1", (hidden, ranks["decay"]))
-        yield "decay_w2", Stored(f"{room}time_decay_w2", (ranks["decay"], spec.width))
-    yield "bonus", Stored(f"{room}{'time_first' if spec.generation == 4 else 'time_faaaa'}", channels)
+            yield f"mix_{mix}", Stored(f"{prefix}time_maa_{mix}", flat)
+        yield "mix_w1", Stored(f"{prefix}time_maa_w1", (hidden, 5 * ranks["mix"]))
+        yield "mix_w2", Stored(f"{prefix}time_maa_w2", (5, ranks["mix"], hidden))
+        yield "decay", Stored(f"{prefix}time_decay", (1, 1, spec.width))
+        yield "decay_w1", Stored(f"{prefix}time_decay_w1", (hidden, ranks["decay"]))
+        yield "decay_w2", Stored(f"{prefix}time_decay_w2", (ranks["decay"], spec.width))
+    yield "bonus", Stored(f"{prefix}{'time_first' if spec.generation == 4 else 'time_faaaa'}", channels)
 
 
 def _version_7(spec: TimeMixSpec, names: RwkvNames, hidden: int) -> Iterator[tuple[str, Stored]]:
-    """Token-shift mixes and low-rank maps."""
-    room, width = names.time_mix, spec.width
+    """(name of a weight, its tensor) of the token-shift mixes and low-rank maps of version 7; arguments as in
+    `time_mix_tensors`."""
+    prefix, width = names.time_mix, spec.width
     if names.has_fused_mixes:
-        yield "mixes", Stored(f"{room}x_x", (len(MIXES), hidden))
+        yield "mixes", Stored(f"{prefix}x_x", (len(MIXES), hidden))
     else:
         for mix in MIXES:
-            yield f"mix_{mix}", Stored(f"{room}x_{mix}", (1, 1, hidden))
+            yield f"mix_{mix}", Stored(f"{prefix}x_{mix}", (1, 1, hidden))
     vector = (width,) if names.is_fla else (1, 1, width)
     for weight in ("k_k", "k_a"):
-        yield weight, Stored(f"{room}{weight}", vector)
-    yield "r_k", Stored(f"{room}r_k", (spec.heads, spec.head_dim))
-    for map_, rank in spec.ranks:
-        if map_ == "v" and not spec.reads_first_values:
+        yield weight, Stored(f"{prefix}{weight}", vector)
+    yield "r_k", Stored(f"{prefix}r_k", (spec.heads, spec.head_dim))
+    # Low-rank maps: matrices "<name>1" and "<name>2" and a bias "<name>0", which the gate "g" does not have.
+    for name, rank in spec.ranks:
+        if name == "v" and not spec.reads_first_values:
             continue
         if names.is_fla:
-            first, second, bias = (f"{map_}_lora.lora.{part}" for part in ("0.weight", "2.weight", "2.bias"))
-            shapes = ((rank, hidden), (width, rank))
+            down, up, bias = (f"{name}_lora.lora.{part}" for part in ("0.weight", "2.weight", "2.bias"))
+            down_shape, up_shape = (rank, hidden), (width, rank)
         else:
-            first, second, bias = f"{map_}1", f"{map_}2", f"{map_}0"
-            shapes = ((hidden, rank), (rank, width))
-        yield f"{map_}1", Stored(f"{room}{first}", shapes[0], is_transposed=not names.is_fla)
-        yield f"{map_}2", Stored(f"{room}{second}", shapes[1], is_transposed=not names.is_fla)
-        if map_ != "g":
-            yield f"{map_}0", Stored(f"{room}{bias}", vector)
+            down, up, bias = f"{name}1", f"{name}2", f"{name}0"
+            down_shape, up_shape = (hidden, rank), (rank, width)
+        yield f"{name}1", Stored(f"{prefix}{down}", down_shape, is_transposed=not names.is_fla)
+        yield f"{name}2", Stored(f"{prefix}{up}", up_shape, is_transposed=not names.is_fla)
+        if name != "g":
+            yield f"{name}0", Stored(f"{prefix}{bias}", vector)
 
 
 def channel_mix_tensors(spec: ChannelMixSpec, names: RwkvNames, hidden: int) -> Iterator[tuple[str, Stored]]:
-    """(weight, tensor) pairs of a channel mix.
+    """(name of a weight, its tensor) of the channel mix of a layer.
 
     Arguments:
-        spec: The channel mix.
+        spec: Sizes and switches of the channel mix.
         names: Names of the checkpoint's tensors.
-        hidden: Width of the stream.
+        hidden: Width of the residual stream.
     """
-    room, inner, flat = names.channel_mix, spec.intermediate_size, (1, 1, hidden)
-    yield "shifted.up", Stored(f"{room}key.weight", (inner, hidden))
-    yield "shifted.down", Stored(f"{room}value.weight", (hidden, inner))
+    prefix, inner, flat = names.channel_mix, spec.intermediate_size, (1, 1, hidden)
+    yield "shifted.up", Stored(f"{prefix}key.weight", (inner, hidden))
+    yield "shifted.down", Stored(f"{prefix}value.weight", (hidden, inner))
     if spec.generation == 7:
-        yield "shifted.mix_k", Stored(f"{room}x_k", (hidden,) if names.is_fla else flat)
+        yield "shifted.mix_k", Stored(f"{prefix}x_k", (hidden,) if names.is_fla else flat)
         return
-    yield "shifted.receptance", Stored(f"{room}receptance.weight", (hidden, hidden))
+    yield "shifted.receptance", Stored(f"{prefix}receptance.weight", (hidden, hidden))
     for mix in "kr":
         word = f"time_maa_{mix}" if spec.generation == 6 else f"time_mix_{_WORDS[mix]}"
-        yield f"shifted.mix_{mix}", Stored(f"{room}{word}", flat)
+        yield f"shifted.mix_{mix}", Stored(f"{prefix}{word}", flat)

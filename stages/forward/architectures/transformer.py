@@ -14,24 +14,31 @@ from ....store.errors import ConfigError
 Norm = Literal["rms", "gemma_rms", "layer"]
 ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
 RopeScheme = Literal["default", "linear", "dynamic", "llama3", "longrope", "yarn", "proportional"]
+TRY_TRANSFORMERS = (
+    "mizarr does not implement such a model, but transformers may run it: backend='transformers', or "
+    "--backend transformers"
+)
+"""Remedy at the end of error messages about settings that only transformers implements."""
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding of the first `dim` entries of a head."""
+    """Rotary position embedding (RoPE) of the first `dim` entries of each query and key."""
 
     theta: float
     """Base of the frequencies: entry i rotates by theta^(-2i / dim) radians per position."""
     dim: int
     """Number of rotated entries of a head; even."""
     scheme: RopeScheme = "default"
-    """Context extension, with the names of transformers' rope_type."""
+    """Method of context extension, under the name of transformers' rope_type; "default" for none."""
     factor: float = 1.0
     """Factor by which the context is extended."""
     low_freq_factor: float = 1.0
-    """Scheme llama3: wavelengths above original context / this are scaled by the whole factor."""
+    """Scheme llama3: frequencies whose wavelength is above original context / low_freq_factor are divided by
+    the whole factor."""
     high_freq_factor: float = 4.0
-    """Scheme llama3: wavelengths below original context / this are not scaled."""
+    """Scheme llama3: frequencies whose wavelength is below original context / high_freq_factor are not
+    changed."""
     original_max_position_embeddings: int | None = None
     """Context before the extension, in positions."""
     short_factor: tuple[float, ...] = ()
@@ -45,13 +52,13 @@ class RopeConfig:
     interleaved: bool = False
     """Whether entries 2i and 2i + 1 rotate together (Su et al. 2021), instead of i and i + dim / 2."""
     bounds: tuple[float, float] = (32.0, 1.0)
-    """Scheme yarn, beta_fast and beta_slow: entries with more rotations than the first bound within the
-    original context keep their frequency; those with fewer than the second are slowed down by the whole
-    factor."""
+    """Scheme yarn, beta_fast and beta_slow: entries that rotate more often than beta_fast within the original
+    context keep their frequency; the frequency of entries that rotate less often than beta_slow is divided by
+    the whole factor."""
     is_truncated: bool = True
-    """Scheme yarn: whether the indices of the entries at these bounds are rounded to integers."""
+    """Scheme yarn: whether the indices of the entries at both bounds are rounded to integers."""
     is_backwards: bool = False
-    """Whether rotation angles are negative."""
+    """Whether queries and keys are rotated by negative angles."""
     frequencies: Any = field(default=None, compare=False, repr=False)
     """Radians per position, [dim / 2], set by the network if the checkpoint stores them; None to compute
     them."""
@@ -61,13 +68,13 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if self.dim % 2 or self.dim <= 0:
             raise ConfigError(
-                f"expected a positive, even number of rotary dimensions per head, found {self.dim}; check "
-                "head_dim, rotary_dim and partial_rotary_factor in config.json"
+                f"expected rope to rotate a positive, even number of entries of each head, found {self.dim}; "
+                "check head_dim, rotary_dim and partial_rotary_factor in config.json"
             )
         if self.theta <= 0:
             raise ConfigError(
-                f"expected rope_theta to be positive, found {self.theta:g}; correct config.json, or fetch it "
-                "again"
+                f"expected rope_theta in config.json to be positive, found {self.theta:g}; correct the file, "
+                "or fetch it again"
             )
 
     @property
@@ -77,8 +84,8 @@ class RopeConfig:
 
     @property
     def magnitude(self) -> float:
-        """Factor of cos and sin: 1, except for yarn and longrope, where it keeps the scale of the scores
-        (LongRoPE, section 3.2)."""
+        """Factor of cos and sin: 1, except for the schemes yarn and longrope, which compensate the change of
+        the scores' scale (LongRoPE, section 3.2)."""
         if self.scheme not in ("longrope", "yarn"):
             return 1.0
         if self.attention_factor is not None:
@@ -87,11 +94,9 @@ class RopeConfig:
         return 1.0 if self.factor <= 1 else math.sqrt(1 + math.log(self.factor) / math.log(original))
 
     def turns_alike(self, before: int, length: int) -> bool:
-        """Whether the first `before` positions rotate alike in a sequence of `before` and in one of `length`
-        positions.
-
-        Beyond the original context, dynamic NTK scaling changes its base and longrope its factors.
-        """
+        """Whether the first `before` positions are rotated by the same angles in a sequence of `before`
+        positions and in one of `length` positions. Beyond the original context, the scheme dynamic changes
+        its base and longrope its factors."""
         original = self.original_max_position_embeddings or 0
         if self.scheme == "dynamic":
             return max(before, original) == max(length, original)
@@ -99,7 +104,8 @@ class RopeConfig:
 
 
 _MOST = {"layers": 10_000, "num_blocks": 10_000, "n_layer": 10_000, "head": 1_000_000, "expert": 1_000_000}
-"""Word in a config key -> largest accepted value, to refuse corrupt files before they fill memory."""
+"""Text in the name of a config key -> largest accepted value of the key, so that corrupt files are refused
+before they fill memory."""
 _LARGEST = 2**53
 """Largest accepted value of any other integer key."""
 
@@ -121,13 +127,17 @@ class ConfigReader:
         """Keys of nested sections that exist and were not read, as "section.key"."""
 
     def reading(self, raw: dict[str, Any]) -> ConfigReader:
-        """Reader of changed values of this config; keys that it reads are recorded in this one, too."""
+        """Reader of a changed copy of this config; the keys that it reads also count as read in this reader.
+
+        Arguments:
+            raw: The changed copy of the parsed JSON object.
+        """
         reader = ConfigReader(raw, self.source)
         reader.read, reader.ignored = self.read, self.ignored
         return reader
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """An integer.
+        """The integer at a key of the config.
 
         Arguments:
             key: The config key.
@@ -155,14 +165,15 @@ class ConfigReader:
         return value
 
     def optional_integer(self, key: str, default: int | None = None) -> int | None:
-        """A positive integer; None for an explicit null; the default for an absent key."""
+        """The positive integer at a key; None for an explicit null; the default for an absent key."""
         if key in self.raw and self.raw[key] is None:
             self.read.add(key)
             return None
         return None if self._get(key, default) is None else self.integer(key, default)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number as float."""
+        """The finite number at a key, as float; the default for an absent key or a null, ConfigError if there
+        is none."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ConfigError(
@@ -172,7 +183,8 @@ class ConfigReader:
         return float(value)
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0."""
+        """The finite number above 0 at a key; the default for an absent key or a null, ConfigError if there
+        is none."""
         value = self.number(key, default)
         if value <= 0:
             raise ConfigError(
@@ -182,14 +194,15 @@ class ConfigReader:
         return value
 
     def optional_number(self, key: str, default: float | None = None) -> float | None:
-        """A finite number; None for an explicit null, or for an absent key without a default."""
+        """The finite number at a key; the default for an absent key; None for an explicit null, or for an
+        absent key without a default."""
         self.read.add(key)
         if key in self.raw and self.raw[key] is None:
             return None
         return None if self._get(key, default) is None else self.number(key, default)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false; the default for an absent key; false for a null, as in the reference."""
+        """The boolean at a key; the default for an absent key; False for a null, as in transformers."""
         value = self._get(key, default)
         if key in self.raw and self.raw[key] is None:
             return False
@@ -201,7 +214,7 @@ class ConfigReader:
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """A string."""
+        """The string at a key; the default for an absent key or a null, ConfigError if there is none."""
         value = self._get(key, default)
         if not isinstance(value, str):
             raise ConfigError(
@@ -211,21 +224,21 @@ class ConfigReader:
         return value
 
     def mapping(self, key: str) -> dict[str, Any]:
-        """A JSON object; empty for an absent key."""
+        """The JSON object at a key, as a dict; empty for an absent key or a null."""
         value = self._get(key, {})
         if not isinstance(value, dict):
             raise ConfigError(
-                f"{self.source}: expected {key} to be an object, found {value!r:.80}; correct "
-                "the file, or fetch it again"
+                f"{self.source}: expected {key} to be a JSON object, found {value!r:.80}; correct the file, "
+                "or fetch it again"
             )
         return value
 
     def strings(self, key: str) -> list[str] | None:
-        """A list of strings; None for an absent key."""
+        """The list of strings at a key; None for an absent key or a null."""
         value = self._get(key, None)
-        if value is not None and not (
-            isinstance(value, list) and all(isinstance(item, str) for item in value)
-        ):
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise ConfigError(
                 f"{self.source}: expected {key} to be a list of strings, found {value!r:.80}; "
                 "correct the file, or fetch it again"
@@ -237,7 +250,8 @@ class ConfigReader:
         return self.raw.get(key) is not None
 
     def _shown(self, key: str, value: Any) -> str:
-        """A value for an error message, at most 80 characters."""
+        """Text of a key's value for an error message, at most 80 characters; "no such key" for an absent
+        key."""
         return "no such key" if key not in self.raw and value is None else f"{value!r:.80}"
 
     def _get(self, key: str, default: Any) -> Any:

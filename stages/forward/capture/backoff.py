@@ -19,13 +19,13 @@ _ALLOCATION = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 class BatchSize:
-    """The most positions (prompts times padded length) that a batch may compute."""
+    """Largest number of positions (prompts times padded length) in a batch; lowered when memory runs out."""
 
     def __init__(self, tokens: int, say: Callable[[str], None] = lambda text: None) -> None:
-        """Start with a batch size.
+        """Set the first batch size.
 
         Arguments:
-            tokens: most positions of a batch.
+            tokens: largest number of positions in a batch.
             say: called once, with a message for the user, when the size is lowered.
         """
         self.tokens = tokens
@@ -37,25 +37,32 @@ class BatchSize:
         return len(batch.pieces) == 1 or len(batch.pieces) * batch.length <= self.tokens
 
     def lower(self, failed: PieceBatch) -> None:
-        """Lower the size to half of a batch that ran out of memory. PlanError for a single prompt."""
+        """Halve the batch size after a batch ran out of memory.
+
+        Arguments:
+            failed: the batch that ran out of memory.
+
+        Raises:
+            PlanError: for a batch of a single prompt, which cannot be split.
+        """
         failed_tokens = len(failed.pieces) * failed.length
         # A prompt cannot be cut: later positions need its earlier ones in the same pass.
         if len(failed.pieces) == 1:
             raise PlanError(
-                f"expected memory for a pass over one prompt of {failed.length} tokens, found too little; "
-                "cut prompts into shorter contexts, capture fewer points, or use a device with more memory"
+                f"out of memory in a forward pass over one prompt of {failed.length} tokens; cut prompts "
+                "into shorter contexts, capture fewer hook points, or use a device with more memory"
             )
         # Half of the batch that failed, which may have been smaller than the limit.
         self.tokens = max(min(self.tokens, failed_tokens) // 2, 1)
         if not self.is_lowered:
             self._say(
-                f"out of memory at {failed_tokens} tokens a batch: {self.tokens} from here on; set "
-                "--batch-tokens to start with fewer"
+                f"out of memory with {failed_tokens} tokens in a batch; later batches have at most "
+                f"{self.tokens}; set --batch-tokens {self.tokens} to start with that"
             )
         self.is_lowered = True
 
     def note(self) -> dict[str, Any]:
-        """Entry for the provenance; empty if the size was never lowered."""
+        """Entry for the provenance record of the run; an empty dict if the size was never lowered."""
         return {"batch_tokens_lowered_to": self.tokens} if self.is_lowered else {}
 
 

@@ -42,30 +42,32 @@ class Piece:
     stop: int
     """Position after the last one that lies in the segment."""
     at: int
-    """Token of the segment that holds position `start`."""
+    """Token of the segment, counted from its start, at which position `start` is stored."""
     run: int
     """Number of positions to compute, from position 0."""
 
 
 @dataclass(frozen=True)
 class PieceBatch:
-    """Pieces that run in one forward pass."""
+    """Prompts of a segment that run in one forward pass."""
 
     pieces: tuple[Piece, ...]
-    """The pieces, one per row."""
+    """The part of each prompt that lies in the segment, one per row."""
     length: int
     """Positions of each row, padding on the right included."""
     copies: int = 1
-    """How often all rows are repeated, so that the pass has enough positions."""
+    """How many times all rows are repeated, because passes with few positions round differently."""
 
 
 def pieces_of(
     segment: range, row_start: npt.NDArray[Any], row_size: npt.NDArray[Any], *, whole: bool
 ) -> list[Piece]:
-    """Cut the prompts that overlap a segment to it. A prompt that crosses its start runs from position 0.
+    """Find the part of each prompt that lies in a segment, and the positions to compute for it.
+
+    A prompt that crosses the start of the segment runs from position 0.
 
     Arguments:
-        segment: token range of the run.
+        segment: token range of the segment in the run.
         row_start: first token of each prompt, int [prompt].
         row_size: length of each prompt, int [prompt].
         whole: whether to run every prompt to its end, because later positions, or their number, change
@@ -79,9 +81,9 @@ def pieces_of(
         begin, size = int(row_start[prompt]), int(row_size[prompt])
         start, stop = max(segment.start - begin, 0), min(segment.stop - begin, size)
         if start < stop:
-            run = size if whole or _is_power(size) else stop
+            run = size if whole or _is_power_of_two(size) else stop
             # A cut prompt must not get a power of two by chance: its products would call the other library.
-            while run < size and _is_power(run):
+            while run < size and _is_power_of_two(run):
                 run += 1
             pieces.append(Piece(prompt, start, stop, begin + start - segment.start, run))
     return pieces
@@ -90,13 +92,13 @@ def pieces_of(
 def plan_batches(
     pieces: Sequence[Piece], *, batch_tokens: int, one_length: bool, fewest: int = 1
 ) -> list[PieceBatch]:
-    """Group pieces into batches.
+    """Group the prompts of a segment into batches of similar length.
 
     Arguments:
-        pieces: the pieces of one segment.
+        pieces: the part of each prompt that lies in the segment.
         batch_tokens: most positions of a batch, padding included; a longer prompt runs alone.
-        one_length: whether all pieces of a batch must have the same length.
-        fewest: fewest positions of a pass; a smaller batch is repeated.
+        one_length: whether all prompts of a batch must have the same length.
+        fewest: fewest positions of a pass; the rows of a smaller batch are repeated.
     """
     groups: list[list[Piece]] = []
     # The prompt number breaks ties: equal pieces make equal batches, in whatever order they come.
@@ -104,16 +106,16 @@ def plan_batches(
         if not groups or not _fits(groups[-1], piece, batch_tokens, one_length):
             groups.append([])
         groups[-1].append(piece)
-    parts = [part for group in groups for part in _by_powers(group)]
+    parts = [part for group in groups for part in _power_of_two_parts(group)]
     return [PieceBatch(tuple(part), part[-1].run, _copies(part, part[-1].run, fewest)) for part in parts]
 
 
 def halves(batch: PieceBatch, *, fewest: int) -> list[PieceBatch]:
-    """Split a batch in two of the same padded length; a power-of-two batch splits into powers of two.
+    """Split a batch into two of the same padded length; a power-of-two batch splits into powers of two.
 
     Arguments:
-        batch: at least two pieces.
-        fewest: fewest positions of a pass; a smaller half is repeated.
+        batch: a batch of at least two prompts.
+        fewest: fewest positions of a pass; the rows of a smaller half are repeated.
     """
     middle = len(batch.pieces) // 2
     parts = batch.pieces[:middle], batch.pieces[middle:]
@@ -121,14 +123,16 @@ def halves(batch: PieceBatch, *, fewest: int) -> list[PieceBatch]:
 
 
 def _copies(pieces: Sequence[Piece], length: int, fewest: int) -> int:
-    """Number of repetitions with which a batch reaches `fewest` positions."""
+    """How many times the rows of a batch must be repeated for `fewest` positions."""
     return max(1, math.ceil(fewest / (len(pieces) * length)))
 
 
-def _by_powers(group: list[Piece]) -> Iterator[list[Piece]]:
-    """The group; if its length is a power of two, split into parts of power-of-two size, the largest
-    first."""
-    while _is_power(group[0].run) and not _is_power(len(group)):
+def _power_of_two_parts(group: list[Piece]) -> Iterator[list[Piece]]:
+    """Split prompts whose length is a power of two into parts whose number is one, the largest first.
+
+    Prompts of another length are one part.
+    """
+    while _is_power_of_two(group[0].run) and not _is_power_of_two(len(group)):
         # The largest power of two that is not above the number of pieces.
         count = 1 << (len(group).bit_length() - 1)
         yield group[:count]
@@ -136,14 +140,13 @@ def _by_powers(group: list[Piece]) -> Iterator[list[Piece]]:
     yield group
 
 
-def _is_power(count: int) -> bool:
-    """Whether a count is a power of two."""
+def _is_power_of_two(count: int) -> bool:
     return count.bit_count() == 1
 
 
 def _fits(waiting: Sequence[Piece], piece: Piece, batch_tokens: int, one_length: bool) -> bool:
-    """Whether a piece may join a batch. Pieces come sorted by length, so it sets the padded length."""
-    needs_equal_length = one_length or _is_power(piece.run) or _is_power(waiting[0].run)
+    """Whether a prompt may join a batch; it is the longest so far, so the batch is padded to its length."""
+    needs_equal_length = one_length or _is_power_of_two(piece.run) or _is_power_of_two(waiting[0].run)
     if needs_equal_length and piece.run != waiting[0].run:
         return False
     computed = piece.run * (len(waiting) + 1)

@@ -90,9 +90,9 @@ def capture(
         model: a loaded model, or its name. A model given by name is loaded only if something is missing;
             workers and clusters always load it by name.
         prompts: texts, token ids, PackedTokens, or a Corpus, whose labels become coordinates.
-        hooks: hook points or globs, or a HookSpec.
-        store: see `mizarr.open_store`.
-        options: see below.
+        hooks: hook points or globs to capture, or a HookSpec.
+        store: store of the activations, from `mizarr.open_store`.
+        options: options for loading, storing and running, listed below.
 
     Raises:
         PromptError, HookPointNotFound, ConfigError, PlanError: for an invalid request, before anything is
@@ -120,9 +120,10 @@ def capture(
 
 
 class CaptureNode(Ports):
-    """The activations of some prompts at some hook points, as a node of a workflow's graph.
+    """Pipeline node that captures the activations of some prompts at some hook points.
 
-    node["resid_post"] is the port of one variable. Cells: layers, and segments of the token axis.
+    node["resid_post"] is the output of one variable, for other nodes to read. Stages may read the activations
+    by layer, and by segment of the token axis.
     """
 
     inputs: tuple[Node, ...] = ()
@@ -137,14 +138,14 @@ class CaptureNode(Ports):
         name: str = "capture",
         **options: Any,
     ) -> None:
-        """Plan a capture; nothing is computed.
+        """Check the request of a capture; activations are computed when the node runs.
 
         Arguments:
             model: a loaded model, a reference to one, or its name.
             prompts: texts, token ids or PackedTokens.
-            hooks: hook points or globs, or a HookSpec.
+            hooks: hook points or globs to capture, or a HookSpec.
             name: name of the node in plans and progress.
-            options: those of `ModelRef` and `CaptureOptions`.
+            options: options for loading the model and for storing activations.
 
         Raises:
             PromptError, HookPointNotFound, ConfigError, StageError: for an invalid request.
@@ -179,12 +180,16 @@ class CaptureNode(Ports):
         return f"CaptureNode({self.source.name}, {self.tokens!r}, {len(self.spec.captures)} captures)"
 
     def require_other_names(self, labels: Iterable[Any]) -> None:
-        """Raise PromptError for a label of prompts that has the name of a captured variable or of its
-        axis."""
+        """Raise PromptError for a prompt label with the name of a captured variable or of one of its axes.
+
+        Arguments:
+            labels: names of the labels.
+        """
         reserved = {name for spec in self.specs for name in (spec.variable, *spec.dims)}
         if conflicts := sorted(reserved.intersection(map(str, labels))):
             raise PromptError(
-                f"expected labels named unlike captures and their axes, found {conflicts[0]!r}; rename it"
+                f"expected label columns with other names than captures and their axes, found "
+                f"{conflicts[0]!r}; rename this column"
             )
 
     def take_texts(self, store: Store, corpus: Corpus, about: xr.Dataset) -> None:
@@ -200,7 +205,7 @@ class CaptureNode(Ports):
             self.tokens = corpus.with_texts(self.tokens, about, self.source.tokenizer)
 
     def note_asked(self, store: Store) -> None:
-        """Note with the stored run that a user captured it directly, so that `mizarr ls` lists it."""
+        """Note in the store that a user captured this run directly, so that `mizarr ls` lists it."""
         note_capture(store, self._stored(store).entry.path)
 
     def keep_labels(self, store: Store, about: xr.Dataset) -> None:
@@ -216,8 +221,8 @@ class CaptureNode(Ports):
         columns = {str(name): column.values for name, column in about.coords.items()}
         if not put_prompt_labels(store.files, entry.path, columns):
             warnings.warn(
-                f"the labels of {self.tokens.n_prompts:,} prompts are too large to be kept with the run; "
-                "keep fewer columns, or take them from mizarr.capture, which gives them beside it",
+                f"the labels of {self.tokens.n_prompts:,} prompts are too large to be stored with the run; "
+                "name fewer label columns, or read the labels from the dataset that mizarr.capture returns",
                 UserWarning,
                 stacklevel=2,
             )
@@ -225,23 +230,24 @@ class CaptureNode(Ports):
     def _require_logits(self) -> None:
         """Raise ConfigError for reductions of logits that the model cannot compute.
 
-        These are all reductions of logits on the transformers bridge, and a top-k larger than the vocabulary.
+        These are all reductions of logits of a model that transformers runs, and a top-k larger than the
+        vocabulary.
         """
         config, reductions = self.source.config, self._logit_reductions
         if reductions and not config.is_differentiable:
             raise ConfigError(
-                f"expected a model whose LM head is computed here to keep reductions of logits, found "
-                f"{self.source.name}, which transformers computes; choose a model of a supported family"
+                "to store reductions of logits, expected a model whose LM head mizarr runs, found "
+                f"{self.source.name}, which transformers runs; choose a model of a supported family"
             )
         for reduction in reductions:
             if reduction.ranks > config.vocab_size:
                 raise ConfigError(
                     f"expected at most the {config.vocab_size} logits of {self.source.name}, found "
-                    f"{reduction.request!r}; ask for fewer"
+                    f"reduce={reduction.request!r}; set a smaller number"
                 )
 
     def _require_dictionaries(self) -> None:
-        """Raise DictionaryError for a dictionary that does not fit the model."""
+        """Raise DictionaryError if features are counted of a dictionary that does not fit the model."""
         for encoder in self._encoders:
             encoder.resource.require_fit(self.source.config, self.source.name)
 
@@ -249,18 +255,18 @@ class CaptureNode(Ports):
 
     @cached_property
     def run_key(self) -> RunKey:
-        """Key of the run: model, tokens and interventions; for gradients also the objective."""
+        """Key of the stored run: model, tokens and interventions; for gradients also the metric."""
         prompts = self.tokens.digest
         return RunKey(self.source.identity.digest, prompts, self.spec.digest_over(prompts))
 
     @cached_property
     def cells(self) -> tuple[VariableLayer, ...]:
-        """(variable, layer) of every capture."""
+        """(variable, layer) of every captured array; layer None for a point outside the layers."""
         return tuple(kept.cell for kept in self.spec.kept)
 
     @cached_property
     def specs(self) -> list[ArraySpec]:
-        """How each captured variable is stored."""
+        """Axes and dtype with which each captured variable is stored."""
         variables = {kept.variable: kept for kept in self.spec.kept}
         config, over, ahead = self.source.config, self._over, self.spec.may_look_ahead
         return [
@@ -293,14 +299,19 @@ class CaptureNode(Ports):
 
     @property
     def pinned(self) -> Sequence[Pinned]:
-        """The dictionaries whose features are counted. The files of the model are checked when it is
-        loaded."""
+        """Files that must not change meanwhile: the dictionaries whose features are counted.
+
+        The files of the model are checked when it is loaded.
+        """
         return [encoder.resource for encoder in self._encoders]
 
     # -- planning ------------------------------------------------------------------------------------------
 
     def status(self, store: Store) -> Status:
-        """Cached if every capture is published; otherwise names the missing ones.
+        """Whether every capture is stored; if not, which are missing.
+
+        Arguments:
+            store: store that is searched.
 
         Raises:
             SourceChanged: if the files of the model or a dictionary have changed since this node was created.
@@ -316,7 +327,7 @@ class CaptureNode(Ports):
         return Status(not missing, reason, cells, cells - len(missing))
 
     def estimate(self, store: Store) -> Estimate:
-        """Cost of the missing captures: bytes on disk, peak bytes of buffers, expected seconds."""
+        """Expected cost of the captures that a store lacks: bytes on disk, peak bytes of buffers, seconds."""
         stored = self._find(store)
         missing = [cell for cell in self.cells if stored is None or not stored.is_published(cell)]
         segment = stored.entry.segment_tokens if stored is not None else self._segment_tokens()
@@ -354,10 +365,10 @@ class CaptureNode(Ports):
         return expected_duration(self.source, work, timed, tokens / timed["tokens"] if timed else 1.0)
 
     def labels(self, store: Store, axis: str) -> list[Any]:
-        """Labels of the cells along an axis.
+        """Labels by which a stage can read the activations part by part.
 
         Arguments:
-            store: searched for the run.
+            store: store with the run.
             axis: "layer" or "segment".
 
         Returns:
@@ -370,12 +381,16 @@ class CaptureNode(Ports):
         return [] if stored is None else stored.segments
 
     def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
-        """Stored activations, restricted to a variable (None: all) and to the selected layer and segment.
+        """The stored activations of one variable, of one layer and segment if these are selected.
 
         Arguments:
             store: store with the run.
             variable: name of a captured variable; None for all.
-            selection: labels of the cells along "layer" and "segment".
+            selection: "layer" -> layer, "segment" -> (start, stop); an absent key selects everything.
+
+        Raises:
+            StageError: for a variable or layer that is not captured.
+            EntryNotFound: if the run is not stored.
         """
         stored = self._stored(store)
         layer = selection.get("layer")
@@ -383,7 +398,10 @@ class CaptureNode(Ports):
         if not cells:
             near = nearest(variable or "", {name for name, _ in self.cells})
             hint = f"; nearest is {near!r}" if near else ""
-            raise StageError(f"{self.name} does not capture {variable!r} at layer {layer}{hint}")
+            raise StageError(
+                f"expected a variable and layer that the node {self.name!r} captures, found {variable!r} at "
+                f"layer {layer}{hint}"
+            )
         segment = selection.get("segment")
         contents = stored.contents(cells, segment)
 
@@ -398,12 +416,18 @@ class CaptureNode(Ports):
     # -- running -------------------------------------------------------------------------------------------
 
     def require_workers(self, context: Context) -> None:
-        """Raise PlanError if workers cannot compute this: order "layer", or a model they cannot load."""
+        """Raise PlanError if workers cannot compute this capture.
+
+        That is with order "layer", and for a loaded model, which they cannot load by name.
+
+        Arguments:
+            context: cluster or number of workers.
+        """
         if self.order == "layer":
             processes = "a cluster" if context.cluster is not None else f"{context.workers} workers"
             raise PlanError(
-                f'expected one process for order="layer", which reads each weight once, found {processes}; '
-                "leave out one of them"
+                f'order="layer" runs in one process: expected no workers, found {processes}; '
+                'leave out either order="layer" or the workers'
             )
         self.source.for_workers()
 
@@ -435,6 +459,7 @@ class CaptureNode(Ports):
             total = 0
             if planned is not None:
                 loaded = model or self._load(context)
+                # If another process created the run with other segments, all is computed below instead.
                 with suppress(_OtherSegments):
                     total = self._harvest(
                         loaded, planned, context, lambda: _expect_same_segments(created.result(), planned)
@@ -467,6 +492,7 @@ class CaptureNode(Ports):
         return load_for(self.source, self.order, limit, self._working_memory(), context.progress.say)
 
     def _working_memory(self) -> WorkingMemory:
+        """Bytes that this capture needs in addition to the weights."""
         itemsize, longest = DTYPES[self.source.dtype].itemsize, int(self.tokens.row_size.max(initial=0))
         token_bytes = self.source.config.bytes_per_token(itemsize)
         token_bytes += VOCABULARY_BYTES * bool(self._logit_reductions)
@@ -519,15 +545,19 @@ class CaptureNode(Ports):
             self._lowered |= batch.note()
 
     def open(self, store: Store) -> xr.Dataset:
-        """The stored activations, labelled and lazy. EntryNotFound if the run is not stored."""
+        """Open the stored activations as a labelled, lazy Dataset.
+
+        Raises:
+            EntryNotFound: if the run is not stored.
+        """
         return self._stored(store).open(self.cells)
 
     def records(self, store: Store) -> tuple[LabelledEntry, list[tuple[VariableLayer, Record]]]:
-        """Published records of the captures.
+        """What the store records of each captured array: its content digest, size and origin.
 
         Returns:
-            The stored run, and ((variable, layer), record) of each published capture. For a capture that is
-            read through a view, the record is that of the stored array behind it.
+            (the stored run, ((variable, layer), record) of each capture that is stored). A token selection
+            that is read from a stored array of all tokens has the record of that array.
 
         Raises:
             EntryNotFound: if the run is not stored.
@@ -537,7 +567,7 @@ class CaptureNode(Ports):
         return stored.entry, [(cell, record) for cell, record in records if record is not None]
 
     def provenance(self) -> dict[str, Any]:
-        """Provenance record: model, hooks, dictionaries and batch size; excluded from keys."""
+        """Model, hooks, dictionaries and batch size, for the provenance record; no part of any key."""
         objective, prompts = self.spec.objective, self.run_key.prompt
         return {
             **self.source.provenance(),
@@ -571,8 +601,9 @@ class CaptureNode(Ports):
             for capture in spec.captures:
                 if not capture.is_gradient:
                     raise StageError(
-                        f"expected only gradients, which are a separate run, found {capture.name!r} "
-                        f"beside {spec.gradients[0].name!r}; capture activations with a separate HookSpec"
+                        "gradients are stored as a separate run: expected only gradients in the HookSpec, "
+                        f"found {capture.name!r} and {spec.gradients[0].name!r}; capture activations in a "
+                        "second call, with another HookSpec"
                     )
         return spec
 
@@ -609,16 +640,13 @@ class CaptureNode(Ports):
         """Variable -> view, for token selections that are not stored but whose run has all tokens stored."""
         views: dict[str, View] = {}
         for name in dict.fromkeys(kept_capture.variable for kept_capture in self.spec.keeps):
-            of_variable = [kept_capture for kept_capture in self.spec.keeps if kept_capture.variable == name]
-            if all(entry.record(*kept_capture.cell) for kept_capture in of_variable):
+            layers = [kept_capture for kept_capture in self.spec.keeps if kept_capture.variable == name]
+            if all(entry.record(*kept_capture.cell) for kept_capture in layers):
                 continue
-            selection, reduction = of_variable[0].keep.selection, of_variable[0].keep.reduction
-            if (
-                reduction is None
-                and selection is not None
-                and all(entry.record(*kept_capture.capture.cell) for kept_capture in of_variable)
-            ):
-                views[name] = of_variable[0].capture.variable, selection
+            has_all_tokens = all(entry.record(*kept_capture.capture.cell) for kept_capture in layers)
+            selection, reduction = layers[0].keep.selection, layers[0].keep.reduction
+            if reduction is None and selection is not None and has_all_tokens:
+                views[name] = layers[0].capture.variable, selection
         return views
 
     def _entry(self, store: Store) -> LabelledEntry | None:
@@ -630,19 +658,21 @@ class CaptureNode(Ports):
     def _stored(self, store: Store) -> StoredRun:
         stored = self._find(store)
         if stored is None:
-            raise EntryNotFound(f"these activations are not stored in {store.address}; run the capture first")
+            raise EntryNotFound(
+                f"expected the activations of this capture in {store.address}, found none; run the capture "
+                "first: mizarr.capture, or mizarr capture"
+            )
         return stored
 
     def _find_beginning(self, store: Store) -> LabelledEntry | None:
-        """A stored run of the first prompts of this new run, e.g. of a corpus that has grown since; or
-        None."""
+        """A stored run of the first prompts of this run, e.g. of a corpus that has grown; None without."""
         # The search reads every run of the store: for a small run computing again is cheaper.
         if self.tokens.n_tokens < WORTH_A_LOOK or self._entry(store) is not None:
             return None
         return store.find_start(self.run_key, self.tokens, self.dtype)
 
     def _expect_room(self, store: Store) -> None:
-        """Raise StoreFull if the disk has too few free bytes for the missing captures."""
+        """Raise StoreFull if the disk of the store has too few free bytes for the missing captures."""
         entry, sizes, tokens = self._entry(store), self._sizes, self.tokens.n_tokens
         if entry is None:
             needed = sizes.written(self.cells, tokens, math.ceil(tokens / self._segment_tokens()))
@@ -652,13 +682,18 @@ class CaptureNode(Ports):
         free = store.files.free_bytes
         if free is not None and needed > free:
             raise StoreFull(
-                f"expected {needed} bytes of room in {store.address} for what is missing, found {free}; "
-                "capture fewer hook points or prompts, or free some space (mizarr gc)"
+                f"expected {needed} bytes of free disk space in {store.address} for the missing captures, "
+                f"found {free}; capture fewer hook points or prompts, or delete files (mizarr gc)"
             )
 
     def _create_entry(self, store: Store, beginning: LabelledEntry | None = None) -> LabelledEntry:
-        """Create the entry of this run, cut and compressed like a stored run of its beginning, if there is
-        one."""
+        """Create the run in the store.
+
+        Arguments:
+            store: the store.
+            beginning: stored run of the first prompts, whose segment length and compression are taken over;
+                None without.
+        """
         tokenizer = self.source.tokenizer
         about = {
             "model": self.source.name,
@@ -677,15 +712,14 @@ class CaptureNode(Ports):
         )
 
     def _codec(self, beginning: LabelledEntry | None) -> str:
-        """Compression codec of new arrays: the option, else the extended run's codec; empty for
-        uncompressed."""
+        """Compression of new arrays: as the user set it, else as in the run that is extended; "" for none."""
         if self.options.codec is not None or beginning is None:
             return "" if self.options.codec in (None, PLAINLY) else str(self.options.codec)
         names = beginning.specs.keys() & {spec.variable for spec in self.specs}
         return next((codec for name in sorted(names) if (codec := beginning.layout(name).codec)), "")
 
     def _planned_entry(self, store: Store) -> LabelledEntry | None:
-        """The entry as `_create_entry` will create it, not yet on disk; None if the run is already stored."""
+        """The run as `_create_entry` will create it, not yet on disk; None if the run is already stored."""
         if self._entry(store) is not None:
             return None
         return store.planned_entry(self.run_key, self.tokens, self.specs, self._segment_tokens())
@@ -714,7 +748,7 @@ class CaptureNode(Ports):
 
 
 class _OtherSegments(Exception):
-    """Another process has just created the entry, with another segment length."""
+    """Another process has just created the run in the store, with another segment length."""
 
 
 def _expect_same_segments(created: LabelledEntry, planned: LabelledEntry) -> None:
@@ -739,17 +773,16 @@ class WorkerJob:
     batch_tokens: int
     """Most positions per batch."""
     threads: int
-    """Torch threads per worker. Sums that torch splits over threads depend on it in the last bits, so a
-    cluster
-    uses the number of the process that asks; workers of one machine share its threads."""
+    """Torch threads per worker. Sums that torch splits over threads depend on it in the last bits, so workers
+    of a cluster use the number of the process that plans; workers of one machine share its threads."""
 
 
 def harvest_segment(job: WorkerJob, store: Store, cell: Mapping[str, int]) -> None:
-    """Compute and commit segment `cell["segment"]`; a Dask task.
+    """Compute one segment of a capture on a worker, and commit it to the store.
 
     Arguments:
-        job: the model by name, the run, its spec and options.
-        store: store with the entry of the run.
+        job: the model by name, the run, its captures and options.
+        store: store in which the run was created.
         cell: {"segment": number of the segment}.
     """
     import torch
@@ -757,7 +790,7 @@ def harvest_segment(job: WorkerJob, store: Store, cell: Mapping[str, int]) -> No
     from .backoff import BatchSize
     from .harvest import harvest
 
-    # Where company shows in last bits, segments of all workers must have the same number of threads.
+    # Last bits may depend on the number of threads, so all workers use the same.
     torch.set_num_threads(job.threads)
     entry, model = store.entry(job.run, job.dtype), job.source.load()
     model.require_all_weights("single segments, on a cluster")
@@ -766,7 +799,7 @@ def harvest_segment(job: WorkerJob, store: Store, cell: Mapping[str, int]) -> No
 
 
 def _name_cells(cells: Sequence[VariableLayer]) -> str:
-    """Cells in words: "layers 6-11 of resid_post"."""
+    """(variable, layer) pairs in words, e.g. "layers 6-11 of resid_post"."""
     parts = []
     for variable, layers in layers_by_variable(cells).items():
         is_range = len(layers) > 1 and layers[-1] - layers[0] == len(layers) - 1

@@ -1,4 +1,4 @@
-"""The harvest: runs segments of a corpus through a model and commits captured activations to the store.
+"""Harvest: runs a corpus through a model segment by segment, and commits captured activations to the store.
 
 The forward pass fills the buffers of a segment hook by hook; a writer thread digests and commits them while
 the next segment is computed. If the pass uses every CPU core, it first waits until the writer only waits for
@@ -49,7 +49,7 @@ from .vocabulary import reduce_logits
 
 _WAIT = 0.2  # seconds before looking again at segments that others have claimed
 BatchSink = Callable[[PieceBatch], AbstractContextManager[Sink]]
-"""Opens the sink of one batch as a context manager.
+"""Context manager for one batch, which gives the function that stores its captures.
 
 Reductions over the whole run are added when the block ends, and discarded if it ends with an error.
 """
@@ -57,14 +57,14 @@ Reductions over the whole run are added when the block ends, and discarded if it
 
 @dataclass(frozen=True)
 class WriteJob:
-    """A filled segment buffer that waits for the writer thread."""
+    """Which arrays of a filled segment buffer the writer thread is to write."""
 
     segment: int
     """Number of the segment."""
     cells: tuple[VariableLayer, ...]
     """(variable, layer) of each array to write."""
     claim: SegmentClaim
-    """Claim on the segment; released when the job ends."""
+    """Claim that keeps other processes from computing the segment; released when the job ends."""
     handed_over: threading.Event = field(default_factory=threading.Event)
     """Set when the writer has finished computing and only waits for the disk."""
 
@@ -84,7 +84,7 @@ def harvest(
     advance: Callable[[int, int], None] = lambda tokens, written: None,
     await_entry: Callable[[], Any] = lambda: None,
 ) -> int:
-    """Compute and commit the captures of a spec that an entry is missing.
+    """Compute the captures that a stored run lacks, and commit them segment by segment.
 
     Arguments:
         model: computes the activations.
@@ -113,7 +113,7 @@ def harvest(
         if selected is None or n in selected
     }:
         with explain_non_finite(model, entry, spec):
-            n_tokens = _round(model, entry, spec, missing, batch, advance, await_entry)
+            n_tokens = _harvest_unclaimed(model, entry, spec, missing, batch, advance, await_entry)
         total += n_tokens
         # Other processes have claimed every missing segment: their leases end, or the segments are committed.
         if not n_tokens:
@@ -121,7 +121,7 @@ def harvest(
     return total
 
 
-def _round(
+def _harvest_unclaimed(
     model: Model,
     entry: Entry,
     spec: BoundSpec,
@@ -130,7 +130,7 @@ def _round(
     advance: Callable[[int, int], None],
     await_entry: Callable[[], Any],
 ) -> int:
-    """One pass over the missing segments that no other process has claimed; returns the tokens computed.
+    """Compute the missing segments that no other process has claimed; returns the number of tokens computed.
 
     Arguments:
         model: computes the activations.
@@ -153,12 +153,14 @@ def _round(
         finally:
             job.end()
 
-    n_tokens, last_segment, in_turn = 0, max(missing), needs_every_core(model)
-    shares_cores = model.device.type == "cpu" and not in_turn
+    n_tokens, last_segment = 0, max(missing)
+    # Then computing and writing take turns: a shared core would delay all others.
+    takes_turns = needs_every_core(model)
+    shares_cores = model.device.type == "cpu" and not takes_turns
     writers = min(THREADS, torch.get_num_threads())
     cells = {cell for segment_cells in missing.values() for cell in segment_cells}
-    make = buffer_maker(entry, cells, missing, model.device)
-    with OverlappedWriter(make, write, WriteJob.end, buffers=BUFFERS) as writer:
+    make_buffer = buffer_maker(entry, cells, missing, model.device)
+    with OverlappedWriter(make_buffer, write, WriteJob.end, buffers=BUFFERS) as writer:
         for n, segment_cells in missing.items():
             claim = entry.claim(n)
             if not claim.acquire():
@@ -174,14 +176,14 @@ def _round(
                 raise
             job = WriteJob(n, tuple(segment_cells), claim)
             writer.submit(buffer, job)
-            if in_turn:
+            if takes_turns:
                 job.handed_over.wait()
             n_tokens += len(entry.segments[n])
     return n_tokens
 
 
 def buffer_dtype(entry: Entry, variable: str) -> torch.dtype:
-    """Dtype of a variable in segment buffers: the stored dtype; float32 for int8, quantised when written.
+    """Dtype of a stored variable while it is buffered: its stored dtype, but float32 for int8.
 
     Arguments:
         entry: the stored run.
@@ -194,12 +196,12 @@ def buffer_dtype(entry: Entry, variable: str) -> torch.dtype:
 def buffer_maker(
     entry: Entry, cells: Collection[VariableLayer], segments: Collection[int], device: torch.device
 ) -> Callable[[], SegmentBuffer]:
-    """A function without arguments that makes an empty segment buffer.
+    """Make the function, without arguments, that creates an empty segment buffer.
 
     Arguments:
         entry: the stored run.
-        cells: (variable, layer) of each array.
-        segments: numbers of the segments; the longest sets the size.
+        cells: (variable, layer) of each array in the buffer.
+        segments: numbers of the segments that it must hold; the longest sets the size.
         device: device that computes the activations.
     """
     rows = {variable: max(entry.rows(variable, n) for n in segments) for variable, _ in cells}
@@ -211,13 +213,16 @@ def buffer_maker(
 def filled_arrays(
     buffer: SegmentBuffer, spec: BoundSpec, entry: Entry, n: int
 ) -> dict[VariableLayer, npt.NDArray[Any]]:
-    """(variable, layer) -> rows of segment `n`, without a copy, once all copies into its buffer have arrived.
+    """Arrays of a filled segment buffer, without a copy; waits until the GPU has copied everything into it.
 
     Arguments:
         buffer: the filled buffer.
-        spec: captures that it holds.
+        spec: captures that the buffer holds.
         entry: the stored run.
         n: number of the segment.
+
+    Returns:
+        (variable, layer) -> rows of the segment.
 
     Raises:
         NonFiniteRows: for NaN or infinity; masked scores may be -inf.
@@ -237,7 +242,7 @@ def filled_arrays(
 
 
 def stored_bytes(entry: Entry, arrays: Mapping[VariableLayer, Any]) -> int:
-    """Bytes on disk of the rows (values) of each cell (keys).
+    """Bytes on disk that the given rows take.
 
     Arguments:
         entry: the stored run.
@@ -291,15 +296,17 @@ def _run_batches(
     pieces = pieces_in(model, entry, n, spec)
     while pieces:
         batches = batches_of(model, entry, pieces, spec, size.tokens)
-        n_fitted = sum(1 for _ in itertools.takewhile(lambda batch: fits(partial(run_batch, batch)), batches))
-        # Batches that fitted are done; those of what is left are planned anew, for the lower size.
-        pieces = [piece for batch in batches[n_fitted:] for piece in batch.pieces]
+        n_done = 0
+        while n_done < len(batches) and fits(partial(run_batch, batches[n_done])):
+            n_done += 1
+        # The batch that did not fit, and the batches after it, are planned again with a lower size.
+        pieces = [piece for batch in batches[n_done:] for piece in batch.pieces]
         if pieces:
-            size.lower(batches[n_fitted])
+            size.lower(batches[n_done])
 
 
 def pieces_in(model: Model, entry: Entry, n: int, spec: BoundSpec) -> list[Piece]:
-    """The parts of prompts that lie in segment `n`, each with the number of positions to compute.
+    """The part of each prompt that lies in segment `n`, with the number of positions to compute for it.
 
     Arguments:
         model: model of the run.
@@ -315,12 +322,12 @@ def pieces_in(model: Model, entry: Entry, n: int, spec: BoundSpec) -> list[Piece
 def batches_of(
     model: Model, entry: Entry, pieces: Sequence[Piece], spec: BoundSpec, batch_tokens: int
 ) -> list[PieceBatch]:
-    """Group pieces into batches of at most `batch_tokens` computed positions.
+    """Group the prompts of a segment into batches of at most `batch_tokens` computed positions.
 
     Arguments:
         model: model of the run.
         entry: the stored run.
-        pieces: the pieces of a segment.
+        pieces: the part of each prompt that lies in the segment.
         spec: captures and interventions, which decide which prompts may share a batch.
         batch_tokens: most positions of a batch.
     """
@@ -349,8 +356,9 @@ def _packed_axis(entry: Entry, kept_capture: KeptCapture) -> str:
 
 
 def ids_of(entry: Entry, batch: PieceBatch) -> list[list[int]]:
-    """Token ids [row][position] of a batch, padded with 0 to its length, and repeated `batch.copies`
-    times.
+    """Token ids [row][position] of a batch, padded with 0 on the right to the length of the batch.
+
+    All rows are repeated `batch.copies` times.
 
     Arguments:
         entry: the stored run.
@@ -363,7 +371,7 @@ def ids_of(entry: Entry, batch: PieceBatch) -> list[list[int]]:
 def segment_sink(
     model: Model, entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer
 ) -> Iterator[BatchSink]:
-    """Open a sink that writes captured activations of batches into the buffer of segment `n`.
+    """In this block, write the captured activations of batches into the buffer of segment `n`.
 
     A batch that fails may be run again: its rows are overwritten, and its share of run reductions is dropped.
 
@@ -373,6 +381,9 @@ def segment_sink(
         n: number of the segment.
         spec: captures of the segment.
         buffer: takes the captured activations.
+
+    Yields:
+        A context manager for each batch, which gives the function to call with each captured activation.
     """
     tokens, segment = entry.tokens, entry.segments[n]
     by_capture: dict[Capture, list[KeptCapture]] = defaultdict(list)
@@ -451,7 +462,7 @@ def segment_sink(
 
 
 def spec_for_cells(spec: BoundSpec, cells: Collection[VariableLayer]) -> BoundSpec:
-    """The spec, restricted to the captures that are stored in these (variable, layer) cells.
+    """A spec with the same interventions that captures only what the given arrays need.
 
     Arguments:
         spec: captures and interventions of the run.
@@ -467,8 +478,7 @@ def _padded(tokens: PackedTokens, piece: Piece, length: int) -> list[int]:
 
 
 def _token_major(value: Tensor, capture: Capture) -> Tensor:
-    """The value with axes in stored order, [batch, position, head, …]; a last axis of length one is
-    dropped."""
+    """Move axes to stored order, [batch, position, head, …], and drop a last axis of length one."""
     dims = capture.point.dims
     if dims[-1] == "one":
         value = value.squeeze(-1)
@@ -481,18 +491,19 @@ def _write_rows(value: Tensor, batch: PieceBatch, buffer: Tensor) -> None:
     Prompts that are adjacent in the batch and in the segment are copied together.
     """
     pieces = batch.pieces
-    start = 0
-    while start < len(pieces):
-        end = start
-        while end + 1 < len(pieces) and _are_adjacent(pieces[end], pieces[end + 1], batch.length):
-            end += 1
-        head = pieces[start]
-        if end > start:
-            block = value[start : end + 1]
-            send(block, buffer[head.at : head.at + block.shape[0] * batch.length].view(block.shape))
+    first = 0
+    while first < len(pieces):
+        last = first
+        while last + 1 < len(pieces) and _are_adjacent(pieces[last], pieces[last + 1], batch.length):
+            last += 1
+        piece = pieces[first]
+        if last > first:
+            block = value[first : last + 1]
+            send(block, buffer[piece.at : piece.at + block.shape[0] * batch.length].view(block.shape))
         else:
-            send(value[start, head.start : head.stop], buffer[head.at : head.at + head.stop - head.start])
-        start = end + 1
+            rows = buffer[piece.at : piece.at + piece.stop - piece.start]
+            send(value[first, piece.start : piece.stop], rows)
+        first = last + 1
 
 
 def _is_segment(value: Tensor, batch: PieceBatch, segment: range, dtype: torch.dtype) -> bool:
@@ -512,8 +523,7 @@ def _is_segment(value: Tensor, batch: PieceBatch, segment: range, dtype: torch.d
 
 
 def _are_adjacent(piece: Piece, successor: Piece, length: int) -> bool:
-    """Whether two pieces are whole prompts of this length, and the second follows the first in the
-    segment."""
+    """Whether two prompts lie whole in the segment, with this length, the second right after the first."""
     whole = piece.start == successor.start == 0 and piece.stop == successor.stop == length
     return whole and successor.at == piece.at + length
 
@@ -535,22 +545,29 @@ def _write_pairs(
 ) -> None:
     """Copy attention matrices [batch, head, query, key] to buffer [pair, head], query by query.
 
-    axis: "pair" stores lower triangles, where query q has q + 1 keys; "square" stores every key.
+    Arguments:
+        value: attention matrices [batch, head, query, key].
+        batch: the prompts of `value`.
+        buffer: (query, key) pairs of the segment, [pair, head].
+        tokens: prompts of the run.
+        segment: token range of the segment.
+        axis: "pair" stores lower triangles, where query q has q + 1 keys; "square" stores every key.
     """
     for row, piece in enumerate(batch.pieces):
         if axis == "square":
             pairs = value[row, :, piece.start : piece.stop].flatten(1, 2).transpose(0, 1)
         else:
             # Row by row, as the store keeps triangles: query q comes before q + 1.
-            places = np.stack(np.tril_indices(piece.stop))
-            queries, keys = torch.from_numpy(places[:, places[0] >= piece.start])
+            triangle = np.stack(np.tril_indices(piece.stop))
+            is_in_segment = triangle[0] >= piece.start
+            queries, keys = torch.from_numpy(triangle[:, is_in_segment])
             pairs = value[row][:, queries, keys].transpose(0, 1)
         start = _pairs_before(tokens, segment.start, piece, axis)
         send(pairs, buffer[start : start + len(pairs)])
 
 
 def _pairs_before(tokens: PackedTokens, segment_start: int, piece: Piece, axis: str) -> int:
-    """Number of (query, key) pairs of the segment that come before those of a piece."""
+    """Number of (query, key) pairs of the segment that are stored before those of one of its prompts."""
     sizes = tokens.row_size.astype(np.int64)
     first_prompt = int(tokens.prompt_of(np.array([segment_start]))[0])
     skipped = segment_start - int(tokens.row_start[first_prompt])
@@ -561,7 +578,10 @@ def _pairs_before(tokens: PackedTokens, segment_start: int, piece: Piece, axis: 
 
 
 def _are_tokens_finite(capture: Capture, value: Tensor, batch: PieceBatch) -> bool:
-    """Whether `is_fit` holds for the tokens of [batch, …]; values at padding do not matter."""
+    """Whether a captured activation [batch, …] is finite at all tokens; padded positions do not matter.
+
+    Masked attention scores may be -inf.
+    """
     if is_fit(capture, value):
         return True
     dims = capture.point.dims
@@ -571,20 +591,22 @@ def _are_tokens_finite(capture: Capture, value: Tensor, batch: PieceBatch) -> bo
 
 
 class NonFiniteRows(Exception):
-    """Rows of a segment hold NaN or infinity. `explain_non_finite` turns it into an error for users.
+    """Captured activations of a segment contain NaN or infinity; `explain_non_finite` makes it a user error.
 
     Raised on the writer thread while the forward loop goes on: the forward pass that locates the first
     non-finite value must run later, on the main thread.
     """
 
     def __init__(self, kept_capture: KeptCapture, segment: int) -> None:
-        """Note where the rows are.
+        """Name the capture and the segment with the non-finite value.
 
         Arguments:
-            kept_capture: the stored capture.
+            kept_capture: the capture.
             segment: number of the segment.
         """
-        super().__init__(f"{kept_capture.variable} of segment {segment} is not finite")
+        super().__init__(
+            f"expected finite numbers in {kept_capture.variable} of segment {segment}, found NaN or infinity"
+        )
         self.kept_capture, self.segment = kept_capture, segment
 
 

@@ -68,18 +68,18 @@ _CLAIM = "layers"
 
 @dataclass
 class SegmentPass:
-    """The pass of one segment through the layers, group by group."""
+    """How far one segment has run through the layers, and what it still has to capture."""
 
     n: int
     """Number of the segment."""
     spec: BoundSpec
     """Interventions, and the captures that the segment still lacks."""
     spool_digest: str
-    """Digest of everything that the spooled activations depend on."""
+    """Digest of everything that its activations between groups of layers depend on."""
     tokens: int
-    """Tokens of the segment."""
+    """Number of tokens of the segment."""
     positions: int
-    """Positions computed, padding and copies included."""
+    """Number of positions that are computed, padding and copies included."""
     next_layer: int | None
     """Layer that runs next; None before the tokens are embedded."""
     end_layer: int
@@ -89,11 +89,16 @@ class SegmentPass:
         self._start_layer = self.next_layer or 0
 
     def enter(self, layer: int) -> int:
-        """Move on to a layer; returns the share of the segment's tokens that the passed layers count for."""
+        """Note that the segment now runs next through `layer`.
+
+        Returns:
+            The progress in tokens: the tokens of the segment times the share of its layers that it passed.
+        """
         n_layers = self.end_layer - self._start_layer
-        # Whole numbers, so that the shares of all groups add up to the tokens of the segment.
+        # Whole numbers, so that the progress of all groups adds up to the tokens of the segment.
         before, after = (
-            (at - self._start_layer) * self.tokens // n_layers for at in (self.next_layer or 0, layer)
+            (reached - self._start_layer) * self.tokens // n_layers
+            for reached in (self.next_layer or 0, layer)
         )
         self.next_layer = layer
         return after - before
@@ -124,7 +129,9 @@ def harvest_by_layers(
     batch: BatchSize,
     advance: Callable[[int, int], None] = lambda tokens, written: None,
 ) -> int:
-    """Compute and commit the captures of a spec that an entry is missing, layer by layer.
+    """Compute the captures that a stored run lacks, layer by layer, and commit them.
+
+    All segments run through one group of layers before the next group is read from disk.
 
     Arguments:
         model: computes the activations.
@@ -139,7 +146,7 @@ def harvest_by_layers(
 
     Raises:
         NotFinite: if an activation is NaN or infinite.
-        StoreFull: if the disk has no room for the spool.
+        StoreFull: if the disk is too small for the activations between groups of layers.
         PlanError: if one prompt does not fit in memory.
     """
     cells = [kept_capture.cell for kept_capture in spec.kept]
@@ -190,7 +197,7 @@ def _run_segments(sweep: _LayerSweep, missing: dict[int, list[VariableLayer]]) -
 
 
 def _first_layer(capture: Capture, end_layer: int) -> int:
-    """The first layer whose input suffices to compute a capture; `end_layer` for points after all layers."""
+    """The first layer from whose input a capture can be computed; `end_layer` for points after all layers."""
     point = capture.point
     if point.layer is None:
         return 0 if point.kind == "embed" else end_layer
@@ -200,7 +207,10 @@ def _first_layer(capture: Capture, end_layer: int) -> int:
 def _n_layers_needed(capture: Capture, num_layers: int, *, head_counts: bool) -> int:
     """Number of layers that run before a capture is complete.
 
-    head_counts: whether the LM head counts as one more layer, for captures of logits.
+    Arguments:
+        capture: the capture.
+        num_layers: layers of the model.
+        head_counts: whether the LM head counts as one more layer, for captures of logits.
     """
     point = capture.point
     if point.layer is None:
@@ -210,14 +220,15 @@ def _n_layers_needed(capture: Capture, num_layers: int, *, head_counts: bool) ->
 
 @dataclass(frozen=True)
 class LayerJob:
-    """A filled buffer of one segment and one group of layers that waits for the writer thread."""
+    """Which captures of one segment and one group of layers the writer thread is to write."""
 
     segment_pass: SegmentPass
-    """The segment."""
+    """The segment, and how far it has run."""
     cells: tuple[VariableLayer, ...]
     """(variable, layer) of each array to write."""
     input_spool: SpoolFile | None
-    """Spool that the layers read, removed once the segment is written; None for layers that read tokens."""
+    """File from which the layers read their input, removed once the captures are written; None for layers
+    that read tokens."""
     tokens: int
     """Tokens to report as progress."""
     handed_over: threading.Event = field(default_factory=threading.Event)
@@ -226,21 +237,21 @@ class LayerJob:
 
 @dataclass(frozen=True)
 class _LayerGroup:
-    """Consecutive layers that a batch runs through at once."""
+    """Consecutive layers that a batch runs through in one call, with what is captured in them."""
 
     layers: Sequence[int]
     """Numbers of the layers; empty for the embedding, or the LM head."""
     spec: BoundSpec
     """Captures of these layers, and all interventions."""
     batch_sink: BatchSink
-    """Receives their captures."""
+    """Opens, for one batch, the function that stores a capture."""
     is_last: bool
-    """Whether no later layer runs, so that their output is not needed."""
+    """Whether no later layer runs, so that the output of these layers is not needed."""
 
 
 @dataclass(frozen=True)
 class _LayerSweep:
-    """One harvest in layer order."""
+    """A capture of a whole corpus in layer order: all segments through one group of layers after another."""
 
     model: Model
     """Computes the activations."""
@@ -249,16 +260,24 @@ class _LayerSweep:
     spec: BoundSpec
     """All captures and interventions of the run."""
     batch_tokens: int
-    """Most positions per batch as planned and spooled; constant, so that a resumed harvest plans alike."""
+    """Most positions per batch of the plan; constant, so that a capture that is resumed has equal batches."""
     size: BatchSize
     """Most positions computed at once; lowered if memory runs out."""
     spool: Spool
-    """Activations between groups of layers, on disk."""
+    """Files with the activations between two groups of layers."""
     advance: Callable[[int, int], None]
     """Called with tokens and bytes committed."""
 
     def start(self, n: int, spec: BoundSpec) -> SegmentPass:
-        """Start segment `n` at its last complete spool that no missing capture precedes, or at its tokens."""
+        """Decide at which layer segment `n` starts.
+
+        It starts at the last layer whose input is on disk and that no missing capture precedes, or else at
+        its tokens.
+
+        Arguments:
+            n: number of the segment.
+            spec: captures that the segment lacks, and interventions.
+        """
         batches, num_layers = self._batches(n, spec), self.model.config.num_layers
         pieces = [[[piece.prompt, piece.run] for piece in batch.pieces] for batch in batches]
         spool_digest = digest("spool", VERSION, self.entry.run.digest, self.entry.segment_tokens, pieces)
@@ -280,17 +299,20 @@ class _LayerSweep:
         return SegmentPass(n, spec, spool_digest, n_tokens, positions, next_layer, end_layer)
 
     def expect_room(self, passes: Sequence[SegmentPass]) -> None:
-        """Raise StoreFull if the disk lacks room for the spools of all segments, and of the largest twice."""
+        """Raise StoreFull if the disk is too small for the activations of all segments between two layers.
+
+        The largest segment counts twice: its input is deleted only when its output is complete.
+        """
         # At least 4 bytes: some families carry the stream in float32 whatever they compute in.
         position_bytes = self.model.config.hidden_size * max(4, self.model.dtype.itemsize)
         positions = [segment_pass.positions for segment_pass in passes]
         # Twice: the input spool of a segment is removed only after its output spool is complete.
-        needed, folder = position_bytes * (sum(positions) + max(positions)), self.entry.folder
-        place = folder.scratch(self.entry.path)
-        if needed > (free := free_bytes_at(place)):
+        needed = position_bytes * (sum(positions) + max(positions))
+        folder = self.entry.folder.scratch(self.entry.path)
+        if needed > (free := free_bytes_at(folder)):
             raise StoreFull(
-                f"expected {needed} bytes of room in {place} for activations between layers, "
-                f"found {free}; capture fewer prompts at once, or free some space (mizarr gc)"
+                f"expected {needed} bytes of free disk space in {folder} for activations between layers, "
+                f"found {free}; capture fewer prompts at once, or delete files (mizarr gc)"
             )
 
     def buffers(self, passes: Sequence[SegmentPass]) -> dict[int, int]:
@@ -306,7 +328,7 @@ class _LayerSweep:
         return bytes_by_layer
 
     def embed(self, segment_pass: SegmentPass) -> None:
-        """Embed the tokens of a segment, and spool the input of the first layer."""
+        """Embed the tokens of a segment, and write the input of the first layer to disk."""
         with self._spool_file(segment_pass, 0).written() as writer:
             for batch, inputs in self._inputs(segment_pass):
                 group = _LayerGroup(
@@ -316,14 +338,15 @@ class _LayerSweep:
         segment_pass.enter(0)
 
     def run_layers(self, passes: Sequence[SegmentPass], group: Sequence[int]) -> None:
-        """Run every segment through a group of layers; commit their captures and spool their output."""
+        """Run every segment through a group of layers; commit captures, and write the output to disk."""
         entry = self.entry
         remaining = [
             (segment_pass, layers) for segment_pass in passes if (layers := segment_pass.remaining(group))
         ]
         cells = {cell for segment_pass, layers in remaining for cell in segment_pass.captured_in(layers)}
-        in_turn, device = needs_every_core(self.model), self.model.device
-        threads = min(THREADS, torch.get_num_threads()) if in_turn or device.type != "cpu" else 1
+        # Then computing and writing take turns: a shared core would delay all others.
+        takes_turns, device = needs_every_core(self.model), self.model.device
+        threads = min(THREADS, torch.get_num_threads()) if takes_turns or device.type != "cpu" else 1
 
         def write(buffer: SegmentBuffer, job: LayerJob) -> None:
             n = job.segment_pass.n
@@ -355,13 +378,13 @@ class _LayerSweep:
                 # harvest that resumes.
                 job = LayerJob(segment_pass, written, input_spool, segment_pass.enter(layers[-1] + 1))
                 writer.submit(buffer, job)
-                if in_turn:
+                if takes_turns:
                     job.handed_over.wait()
 
     def _fill(
         self, segment_pass: SegmentPass, layers: Sequence[int], spec: BoundSpec, buffer: SegmentBuffer
     ) -> None:
-        """Run all batches of a segment through some layers; fill the buffer and write the output spool."""
+        """Run all batches of a segment through some layers; fill the buffer, and write the output to disk."""
         is_last = segment_pass.ends_with(layers)
         # A number past the last layer stands for the LM head, which is no layer of the network.
         network_layers = [layer for layer in layers if layer < self.model.config.num_layers]
@@ -417,7 +440,7 @@ class _LayerSweep:
         return {name: tensor.repeat(batch.copies, 1, 1) for name, tensor in whole.items()}
 
     def _inputs(self, segment_pass: SegmentPass) -> Iterator[tuple[PieceBatch, list[list[int]] | Carried]]:
-        """Each batch of a segment with the inputs of the next layer: token ids, or spooled activations."""
+        """Each batch of a segment with the input of its next layer: token ids, or activations from disk."""
         batches = self._batches(segment_pass.n, segment_pass.spec)
         if segment_pass.next_layer is None:
             yield from ((batch, ids_of(self.entry, batch)) for batch in batches)
@@ -434,9 +457,9 @@ class _LayerSweep:
 
 
 def _without_copies(carried: Carried, count: int) -> Carried:
-    """The first `count` rows of each tensor, on the CPU; further rows are copies of them."""
+    """The first `count` rows of each tensor, on the CPU; the other rows are copies of them."""
     return {name: tensor[:count].cpu() for name, tensor in carried.items()}
 
 
 def _ignore(capture: Capture, value: Tensor) -> None:
-    """Sink of a pass without captures."""
+    """Receives the captures of a pass that has none."""

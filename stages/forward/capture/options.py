@@ -34,32 +34,32 @@ class CaptureOptions:
 
     storage_dtype: str | None = option(
         None,
-        "Dtype of the stored activations; default what the model computes in. int8 keeps a byte per number "
-        "and a scale per 64, and reads as float32 within half a scale.",
+        "Dtype of the stored activations; default the dtype that the model computes in. int8 stores one byte "
+        "per number and one scale per 64 numbers; it is read as float32 with errors of at most half a scale.",
         choices=STORED_IN,
     )
-    batch_tokens: int = option(2048, "Tokens per forward pass; halved where memory runs out.", kind="count")
+    batch_tokens: int = option(2048, "Tokens per forward pass; halved when memory runs out.", kind="count")
     segment_tokens: int | None = option(
-        None, "Tokens per segment of the store; default as many as `memory` holds.", kind="count"
+        None, "Tokens per segment of the store; default as many as fit in `memory`.", kind="count"
     )
     memory: int | str = option(
         MEMORY, 'Bytes of the segment buffers, or "2GiB"; default 1 GiB.', kind="bytes"
     )
     order: Order = option(
         "auto",
-        "Each batch through all layers (batch), or all batches through some layers after others (layer), so "
-        "that weights larger than memory are read once; auto does so where they do not fit.",
+        "Run each batch through all layers (batch), or all batches through one group of layers after another "
+        "(layer), which reads weights larger than memory once; auto chooses layer if weights do not fit.",
         choices=("auto", "batch", "layer"),
     )
     memory_limit: int | str | None = option(
         None,
-        "Bytes that weights, buffers and a batch may take; default what is left, or MIZARR_MEMORY.",
+        "Most bytes of weights, buffers and a batch together; default the free memory, or MIZARR_MEMORY.",
         kind="bytes",
     )
     codec: str | None = option(
         None,
-        "Compression of what is newly stored (zstd, none), to the same numbers and keys; default that of the "
-        "run it extends, or none.",
+        "Lossless compression of newly stored arrays (zstd, none), which changes no key; default that of the "
+        "run that is extended, or none.",
         choices=("zstd", "none"),
     )
 
@@ -82,7 +82,7 @@ class CaptureOptions:
 
     @property
     def buffer_bytes(self) -> int:
-        """`memory` in bytes."""
+        """Most bytes of the segment buffers, as a number."""
         from ....pipeline.plan import as_bytes
 
         return as_bytes(self.memory) or MEMORY

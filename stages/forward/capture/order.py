@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 __all__ = ["ORDERS", "Order", "WorkingMemory", "goes_by_layers", "load_for", "resolve_order"]
 
 Order = Literal["auto", "batch", "layer"]
-"""Order of the two loops of a harvest: each batch through all layers ("batch"), all batches through one group
-of layers after another ("layer"), or "layer" only if the weights do not fit in memory ("auto")."""
+"""Order of the two loops of a capture over a corpus: each batch through all layers ("batch"), all batches
+through one group of layers after another ("layer"), or "layer" only if the weights do not fit in memory
+("auto")."""
 ORDERS = get_args(Order)
 
 
 @dataclass(frozen=True)
 class WorkingMemory:
-    """Bytes that a harvest needs in addition to the weights."""
+    """Bytes of memory that capturing over a corpus needs in addition to the weights."""
 
     batch: int
     """Activations of one batch in one layer."""
@@ -38,7 +39,9 @@ class WorkingMemory:
 
 
 def resolve_order(order: Order, config: Architecture, spec: BoundSpec, name: str) -> Order:
-    """Check an order, and replace "auto" by "batch" if only that is possible.
+    """The order in which a capture loops over batches and layers; "auto" where both are possible.
+
+    Gradients, and models that transformers runs as a whole, allow "batch" only.
 
     Arguments:
         order: the requested order.
@@ -51,28 +54,30 @@ def resolve_order(order: Order, config: Architecture, spec: BoundSpec, name: str
         ConfigError: for "layer", if the model or the spec does not allow it.
     """
     if order not in ORDERS:
-        raise PlanError(f"expected an order of {', '.join(ORDERS)}, found {order!r}")
+        raise PlanError(f"capture order: expected one of {', '.join(ORDERS)}, found {order!r}")
     if order != "layer":
         return "batch" if spec.gradients or config.kind == "bridge" else order
     if config.kind == "bridge":
         raise ConfigError(
-            f"expected a model whose layers are computed here, found {name}, which runs through transformers "
-            'as a whole; capture with order="batch"'
+            f'order="layer": expected a model whose layers mizarr runs one by one, found {name}, which '
+            'transformers runs as a whole; capture with order="batch"'
         )
     if spec.gradients:
         raise ConfigError(
-            'expected a forward pass only for order="layer", found gradients, which run backward through '
+            'order="layer": expected no captured gradients, found some, which need a backward pass through '
             'all layers; capture with order="batch"'
         )
     return order
 
 
 def goes_by_layers(order: Order, model: Model | None) -> bool:
-    """Whether a harvest runs layer by layer: by request, or because weights are streamed from disk.
+    """Whether a capture runs all batches through one layer after another.
+
+    It does by request, or because the weights are streamed from disk.
 
     Arguments:
-        order: resolved order of the harvest.
-        model: the loaded model; None where workers load it, who never stream weights.
+        order: result of `resolve_order`.
+        model: the loaded model; None where worker processes load it, which never stream weights.
     """
     return order == "layer" or (order == "auto" and model is not None and model.streamed is not None)
 
@@ -88,7 +93,7 @@ def load_for(
 
     Arguments:
         source: the model.
-        order: resolved order of the harvest; "batch" loads all weights.
+        order: result of `resolve_order`; "batch" loads all weights.
         limit: most bytes for weights and working memory; None for the memory that the machine has free.
         working: bytes needed in addition to weights.
         say: called with a message for the user if "auto" chooses to stream weights.
@@ -108,15 +113,15 @@ def load_for(
         model = source.load(max_memory=_weights_limit(source, limit, working))
     if model.streamed is not None and order == "auto":
         shortage = describe_shortage(model.weight_bytes, model.streamed.room)
-        say(f"{source.name}: {shortage}, the corpus goes layer by layer")
+        say(f"{source.name}: {shortage}; all batches run through one layer after another")
     return model
 
 
 def _weights_limit(source: ModelSource, limit: int, working: WorkingMemory) -> int:
-    """Most bytes of weights under a memory limit for everything.
+    """Most bytes of weights to hold, under a memory limit for weights, activations and buffers together.
 
-    Buffers of all captures are set aside if the smallest unit of weights still fits; else those of one layer,
-    and the weights are streamed.
+    The buffers of all captures are subtracted if the smallest unit of weights still fits beside them. Else
+    the buffers of one layer are subtracted, and the weights are streamed.
     """
     from ..models.model import as_dtype
     from ..models.residency import bytes_of
@@ -126,9 +131,9 @@ def _weights_limit(source: ModelSource, limit: int, working: WorkingMemory) -> i
     beside_layer_buffers = limit - working.batch - working.layer_buffers
     if beside_layer_buffers <= 0:
         raise PlanError(
-            f"expected a memory limit above {working.batch + working.layer_buffers:,} bytes, which a batch "
-            f"and buffers take without any weights, found {limit:,}; raise it, or lower batch_tokens or "
-            "memory="
+            f"memory_limit: expected more than {working.batch + working.layer_buffers:,} bytes, which the "
+            f"activations of a batch and the output buffers take without any weights, found {limit:,}; raise "
+            "it, or lower batch_tokens or memory"
         )
     if beside_all_buffers >= sizes.least:
         return beside_all_buffers

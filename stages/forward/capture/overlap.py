@@ -22,10 +22,11 @@ from ....store.runs.committed import VariableLayer
 
 
 class SegmentBuffer:
-    """Arrays of one segment, allocated once and reused: page faults of fresh memory cost more than the copy.
+    """Arrays of one segment, one per captured (variable, layer), allocated once and reused.
 
-    A tensor that one pass computes for the whole segment is adopted without a copy. Copies from a GPU are
-    asynchronous: call `mark_copies_queued` after the last one is queued, and `wait` before reading.
+    Page faults of fresh memory would cost more than the copy. A tensor that one pass computes for the whole
+    segment is used without a copy. Copies from a GPU are asynchronous: call `mark_copies_queued` after the
+    last one is queued, and `wait` before reading.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class SegmentBuffer:
         dtypes: Mapping[VariableLayer, torch.dtype],
         device: torch.device,
     ) -> None:
-        """Prepare a buffer; memory is allocated on first use.
+        """Describe the arrays; their memory is allocated on first use.
 
         Arguments:
             shapes: (variable, layer) -> shape of its array, for the longest segment.
@@ -47,7 +48,7 @@ class SegmentBuffer:
         self._copies_queued: torch.cuda.Event | None = None
 
     def view(self, cell: VariableLayer, rows: int) -> Tensor:
-        """The first `rows` rows of the array of a (variable, layer).
+        """The rows of the current segment in one array, to be written or read.
 
         Arguments:
             cell: (variable, layer).
@@ -60,16 +61,16 @@ class SegmentBuffer:
         return self._allocated[cell][:rows]
 
     def adopt(self, cell: VariableLayer, rows: Tensor) -> None:
-        """Use a tensor, which must not change, as the array of a cell until the segment is written.
+        """Use a tensor as one of the arrays until the segment is written, instead of copying it.
 
         Arguments:
-            cell: (variable, layer).
-            rows: tensor with all rows of the segment.
+            cell: (variable, layer) of the array.
+            rows: tensor with all rows of the segment; it must not change meanwhile.
         """
         self._adopted[cell] = rows
 
     def clear(self) -> None:
-        """Release adopted tensors."""
+        """Release the tensors that `adopt` took."""
         self._adopted.clear()
 
     def mark_copies_queued(self) -> None:
@@ -86,8 +87,9 @@ class SegmentBuffer:
 
 
 def send(value: Tensor, target: Tensor) -> None:
-    """Copy a tensor into part of a buffer. A copy from a GPU is complete once `SegmentBuffer.wait`
-    returns.
+    """Copy a tensor into part of a segment buffer.
+
+    A copy from a GPU is complete once `SegmentBuffer.wait` returns.
 
     Arguments:
         value: tensor on any device.
@@ -121,7 +123,7 @@ class OverlappedWriter:
         buffers: int = 2,
         threads: int = 1,
     ) -> None:
-        """Prepare a writer; threads start with the context manager.
+        """Describe what is written; threads start with the context manager.
 
         Arguments:
             make: creates one buffer.
@@ -150,7 +152,7 @@ class OverlappedWriter:
             raise
 
     def buffer(self) -> SegmentBuffer:
-        """A free buffer; waits for a writer when all are in use."""
+        """Return a free buffer; waits while the writers use all of them. Raises the error of a writer."""
         self._raise_error()
         if self._free.empty() and self._n_unmade:
             self._n_unmade -= 1
@@ -160,7 +162,7 @@ class OverlappedWriter:
         return buffer
 
     def submit(self, buffer: SegmentBuffer, job: Any) -> None:
-        """Queue a filled buffer for writing; `buffer` returns it again once it is written.
+        """Queue a filled segment buffer for writing; the method `buffer` returns it again once it is written.
 
         Arguments:
             buffer: the filled buffer.

@@ -15,7 +15,14 @@ from .overlap import send
 
 
 def norms(value: Tensor) -> Tensor:
-    """L2 norms over the last axis: [..., hidden] -> float64 [...]."""
+    """L2 norm of each row over the last axis.
+
+    Arguments:
+        value: activations [..., hidden].
+
+    Returns:
+        float64 [...].
+    """
     # float64: squares of massive activations overflow float16, and lose digits in float32.
     return folded(value.double().square()).sqrt()
 
@@ -41,7 +48,10 @@ def write_prompt_means(
 
 
 def folded(value: Tensor) -> Tensor:
-    """Sum over the last axis by halving: the second half is added to the first until one number is left."""
+    """Sum over the last axis, in an order that depends only on its length.
+
+    The second half of the axis is added to the first, until one number is left.
+    """
     while (width := value.shape[-1]) > 1:
         half = (width + 1) // 2
         added = value[..., : width - half] + value[..., half:]

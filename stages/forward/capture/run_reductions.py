@@ -36,7 +36,10 @@ _AT_ONCE = 1 << 26
 
 
 class RunReductions:
-    """Accumulates the run reductions of one segment. Made by `open_run_reductions`."""
+    """Adds up, over the tokens of one segment, what is stored of a whole run: means, or counts of features.
+
+    Made by `open_run_reductions`.
+    """
 
     def __init__(
         self,
@@ -45,7 +48,7 @@ class RunReductions:
         segment_rows: Mapping[VariableLayer, Tensor],
         dictionaries: Mapping[str, Any],
     ) -> None:
-        """Prepare accumulation over segment `n`.
+        """Start with no tokens of segment `n`.
 
         Arguments:
             entry: the stored run.
@@ -61,7 +64,7 @@ class RunReductions:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Run one batch in this block. Its values are added at the end, and dropped if an error ends it."""
+        """Run one batch in this block; its values are added at the end, and dropped after an error."""
         self._pending.clear()
         self._statistics.clear()
         yield
@@ -79,7 +82,7 @@ class RunReductions:
         """
         reduction = kept_capture.keep.reduction
         assert reduction is not None
-        mask = _mask(value, batch, self._tokens, kept_capture.keep.selection)
+        mask = _counted_tokens(value, batch, self._tokens, kept_capture.keep.selection)
         if reduction == RUN_MEAN:
             contribution = sums_in_parts(value[mask], f"segment {self._n} of {cell_name(kept_capture.cell)}")
         else:
@@ -107,13 +110,15 @@ class RunReductions:
 def open_run_reductions(
     entry: Entry, n: int, spec: BoundSpec, buffer: SegmentBuffer
 ) -> Iterator[RunReductions]:
-    """Accumulate the run reductions of a spec over segment `n`; dictionaries are open in this block.
+    """In this block, add up means over a run and counts of features over the tokens of segment `n`.
+
+    Dictionaries whose features are counted are open in this block.
 
     Arguments:
         entry: the stored run.
         n: number of the segment.
         spec: captures of the segment.
-        buffer: its arrays hold the rows that are accumulated.
+        buffer: its arrays hold the sums, one row for the segment.
 
     Raises:
         ShapeError: if the segment has too many tokens for exact sums.
@@ -127,8 +132,8 @@ def open_run_reductions(
     ]
     if reduced and len(segment) > MOST_TOKENS:
         raise ShapeError(
-            f"expected segments of at most {MOST_TOKENS} tokens to keep sums over a run of, found "
-            f"{len(segment)}; capture into a new store, with fewer (segment_tokens=)"
+            f"reductions over a run need segments of at most {MOST_TOKENS} tokens, so that sums are exact; "
+            f"found {len(segment)}; capture into a new store with a smaller segment_tokens="
         )
     with ExitStack() as stack:
         segment_rows, dictionaries = {}, {}
@@ -145,12 +150,12 @@ def open_run_reductions(
 
 
 def count_features(layer: Any, rows: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Activation statistics of each feature of one layer.
+    """Encode activations with one layer of a dictionary, and count each feature over the rows.
 
     Arguments:
-        layer: `features.layers.layer.LayerFeatures` of a dictionary.
-        rows: activations [row, width].
-        mask: bool [row], True for rows to count.
+        layer: features of one layer of a dictionary (`features.layers.layer.LayerFeatures`).
+        rows: activations that the dictionary encodes, [row, width].
+        mask: bool [row], True for rows that count.
 
     Returns:
         "count", int64 [feature]: rows in which the feature is active. "sum", float64 [feature, part]: exact
@@ -179,11 +184,14 @@ def count_features(layer: Any, rows: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 
 def sums_in_parts(rows: Tensor, label: str) -> Tensor:
-    """Exact sums over rows [row, …], float64 [..., part]; NaN where a row is NaN.
+    """Sum rows exactly, whatever their order, as a few float64 parts that add up to the sum.
 
     Arguments:
-        rows: values to add.
-        label: names the rows in errors.
+        rows: values to add, [row, …].
+        label: name of the rows in errors.
+
+    Returns:
+        float64 [..., part]; NaN where a row is NaN.
 
     Raises:
         ShapeError: for a magnitude of `BELOW` or more.
@@ -192,17 +200,23 @@ def sums_in_parts(rows: Tensor, label: str) -> Tensor:
 
 
 def in_parts(values: Tensor, label: str) -> Tensor:
-    """Split values [...] into parts that add up to them, float64 [..., part]; see `sums_in_parts`.
+    """Split each number into float64 parts that add up to it and whose sums over many numbers are exact.
 
     Arguments:
         values: numbers of any shape.
-        label: names them in errors.
+        label: name of the numbers in errors.
+
+    Returns:
+        float64 [..., part]; NaN where a value is NaN.
+
+    Raises:
+        ShapeError: for a magnitude of `BELOW` or more.
     """
     # NaN counts as 0 here and stays NaN in the parts; infinity is refused with the large numbers.
     if values.numel() and float(values.abs().nan_to_num(0.0, torch.inf).max()) >= BELOW:
         raise ShapeError(
-            f"{label}: expected magnitudes below {BELOW:.1e} to add exactly, found larger ones; capture the "
-            "numbers themselves, or in a wider dtype"
+            f"{label}: expected magnitudes below {BELOW:.1e}, so that sums over the run are exact, found "
+            "larger ones; capture the activations without reduce="
         )
     remainder, parts = values.double(), []
     for quantum in QUANTA:
@@ -213,7 +227,9 @@ def in_parts(values: Tensor, label: str) -> Tensor:
     return torch.stack(parts, dim=-1)
 
 
-def _mask(value: Tensor, batch: PieceBatch, tokens: PackedTokens, selection: Selection | None) -> Tensor:
+def _counted_tokens(
+    value: Tensor, batch: PieceBatch, tokens: PackedTokens, selection: Selection | None
+) -> Tensor:
     """Bool [batch, position], True at tokens that lie in the segment and in the selection (None: all)."""
     mask = torch.zeros(value.shape[:2], dtype=torch.bool)
     for row, piece in enumerate(batch.pieces):

@@ -16,8 +16,8 @@ from .overlap import send
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """The selected tokens of one batch."""
+class _BatchSelection:
+    """Where the selected tokens of one batch are, and where they go in the segment buffer."""
 
     batch: PieceBatch
     """The batch."""
@@ -26,14 +26,15 @@ class _Rows:
     position: Tensor
     """Position in the prompt for each selected token, int [row]."""
     runs: list[tuple[int, int, int]]
-    """(first selected token, first row of the segment buffer, count) of each contiguous copy."""
+    """(index of the first selected token, its row in the segment buffer, number of rows) of each contiguous
+    copy."""
 
 
 class SelectedRows:
     """Copies selected tokens into the buffer of one segment, whose rows are in token order."""
 
     def __init__(self, entry: Entry, n: int, selection: Selection) -> None:
-        """Prepare a selection for one segment.
+        """Prepare to copy the selected tokens of one segment.
 
         Arguments:
             entry: the stored run.
@@ -42,7 +43,7 @@ class SelectedRows:
         """
         self._tokens, self._segment, self._selection = entry.tokens, entry.segments[n], selection
         self._first_row = int(entry.bounds(selection.axis)[n])
-        self._latest: _Rows | None = None
+        self._latest: _BatchSelection | None = None
 
     def put(self, value: Tensor, batch: PieceBatch, buffer: Tensor) -> None:
         """Copy the selected positions of [batch, position, …] to their rows of buffer [row, …].
@@ -54,12 +55,12 @@ class SelectedRows:
         """
         if self._latest is None or self._latest.batch is not batch:
             # Once per batch, not per layer: copying indices to a GPU synchronises it.
-            self._latest = self._rows_of(batch, value.device)
+            self._latest = self._selection_in(batch, value.device)
         rows = value[self._latest.prompt, self._latest.position]
         for start, row, count in self._latest.runs:
             send(rows[start : start + count], buffer[row : row + count])
 
-    def _rows_of(self, batch: PieceBatch, device: torch.device) -> _Rows:
+    def _selection_in(self, batch: PieceBatch, device: torch.device) -> _BatchSelection:
         starts = np.array([piece.at for piece in batch.pieces], np.int64) + self._segment.start
         first_rows = self._selection.starts_on(self._tokens, starts) - self._first_row
         positions: list[npt.NDArray[np.int64]] = []
@@ -75,6 +76,7 @@ class SelectedRows:
             else:
                 runs.append((start, row, count))
             start += count
-        prompt = np.repeat(np.arange(len(positions)), [len(of_piece) for of_piece in positions])
-        position = np.concatenate(positions)
-        return _Rows(batch, torch.from_numpy(prompt).to(device), torch.from_numpy(position).to(device), runs)
+        counts = [len(prompt_positions) for prompt_positions in positions]
+        prompt = torch.from_numpy(np.repeat(np.arange(len(positions)), counts))
+        position = torch.from_numpy(np.concatenate(positions))
+        return _BatchSelection(batch, prompt.to(device), position.to(device), runs)

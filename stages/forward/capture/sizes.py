@@ -39,48 +39,60 @@ _REDUCED = {QUANTISED: "float32"}
 
 @dataclass(frozen=True, eq=False)
 class Sizes:
-    """Bytes that tokens of a run take. A cell is a (variable, layer)."""
+    """Bytes that captures take on disk and in buffers; each array is a (variable, layer) pair."""
 
     specs: Mapping[str, ArraySpec]
-    """Variable -> how it is stored."""
+    """Variable -> axes and dtype with which it is stored."""
     tokens: PackedTokens
     """Prompts of the run."""
 
     def row_bytes(self, cells: Sequence[VariableLayer]) -> int:
-        """Bytes on disk of one row of each cell."""
+        """Bytes on disk of one row of each array, added up.
+
+        Arguments:
+            cells: (variable, layer) of each array.
+        """
         return sum(self.specs[name].row_bytes for name, _ in cells)
 
     def stored(self, cells: Sequence[VariableLayer]) -> float:
-        """Bytes on disk per token, over all cells; the mean for arrays without one row per token."""
+        """Bytes on disk per token of all arrays together; the mean for arrays without one row per token.
+
+        Arguments:
+            cells: (variable, layer) of each array.
+        """
         return sum(self.specs[name].row_bytes * self._rows_per_token(name) for name, _ in cells)
 
     def buffered(self, cells: Sequence[VariableLayer]) -> float:
-        """Bytes in segment buffers per token, over all cells; int8 is float32 there."""
+        """Bytes in segment buffers per token of all arrays together; int8 arrays are float32 there.
+
+        Arguments:
+            cells: (variable, layer) of each array.
+        """
         return sum(self._buffer_row_bytes(self.specs[name]) * self._rows_per_token(name) for name, _ in cells)
 
     def written(self, cells: Sequence[VariableLayer], tokens: int, segments: int) -> int:
-        """Bytes on disk of a number of tokens in a number of segments.
+        """Bytes on disk that some tokens take, divided into segments.
 
         Arguments:
             cells: (variable, layer) pairs.
             tokens: number of tokens.
             segments: number of segments; each has one row of every run reduction.
         """
-        run_cells, token_cells = self._split(cells)
+        run_cells, token_cells = self._split_run_reductions(cells)
         return math.ceil(self.stored(token_cells) * tokens) + self.row_bytes(run_cells) * segments
 
     def buffer(self, cells: Sequence[VariableLayer], tokens: int) -> int:
-        """Bytes of a buffer for one segment with a number of tokens.
+        """Bytes of the buffer for one segment.
 
         Arguments:
             cells: (variable, layer) pairs.
             tokens: number of tokens of the segment.
         """
-        run_cells, token_cells = self._split(cells)
+        run_cells, token_cells = self._split_run_reductions(cells)
         return math.ceil(self.buffered(token_cells) * tokens) + self.row_bytes(run_cells)
 
     def segment_tokens(self, cells: Sequence[VariableLayer], width: int, memory: int, *, of_run: bool) -> int:
-        """Tokens per segment: the store's default, limited by memory and by `OVERLAP`.
+        """Choose the number of tokens per segment: the store's default, or less for memory and overlap.
 
         A corpus has at least `OVERLAP` segments, as long as its largest shards stay above `SMALLEST_SHARD`.
         Sizes are those of the residual stream, unless a capture is much wider: so two stores that capture
@@ -98,11 +110,11 @@ class Sizes:
         """
         from ....store.store import default_segment_tokens
 
-        affordable = int(memory // (BUFFERS * self.buffered(cells)))
-        if affordable < 1:
+        fitting_memory = int(memory // (BUFFERS * self.buffered(cells)))
+        if fitting_memory < 1:
             raise PlanError(
-                f"a token of {len(cells)} captures needs {math.ceil(self.stored(cells))} bytes, more than "
-                f"the memory of {memory}; capture fewer points, or raise memory="
+                f"memory: expected at least {math.ceil(self.stored(cells))} bytes, for one token of "
+                f"{len(cells)} captures, found {memory}; raise it (--memory), or capture fewer hook points"
             )
         specs = list(self.specs.values())
         dtype = specs[0].run_dtype or specs[0].dtype
@@ -110,13 +122,15 @@ class Sizes:
         largest = max(self.stored([(name, None)]) for name in self.specs)
         if not of_run and largest <= _WIDE * stream.row_bytes:
             largest, specs = stream.row_bytes, [stream]
-        overlapping = max(self.tokens.n_tokens // OVERLAP, int(SMALLEST_SHARD // largest), 1)
-        longest = min(affordable, overlapping, *([LONGEST] if of_run else []))
+        for_overlap = max(self.tokens.n_tokens // OVERLAP, int(SMALLEST_SHARD // largest), 1)
+        longest = min(fitting_memory, for_overlap, *([LONGEST] if of_run else []))
         # A power of two, so that inner chunks of a power of two divide it.
         return min(default_segment_tokens(self.tokens, specs), 1 << (longest.bit_length() - 1))
 
-    def _split(self, cells: Sequence[VariableLayer]) -> tuple[list[VariableLayer], list[VariableLayer]]:
-        """(cells with one row per segment, all other cells)."""
+    def _split_run_reductions(
+        self, cells: Sequence[VariableLayer]
+    ) -> tuple[list[VariableLayer], list[VariableLayer]]:
+        """(arrays with one row per segment, all other arrays), each by (variable, layer)."""
         run_cells = [cell for cell in cells if self.specs[cell[0]].packed == "segment"]
         return run_cells, [cell for cell in cells if cell not in run_cells]
 
@@ -141,7 +155,7 @@ def array_spec(
     *,
     looks_ahead: bool = False,
 ) -> ArraySpec:
-    """How a capture is stored.
+    """Decide with which axes and dtype a capture is stored.
 
     Batch and position are packed into one token axis, followed by head; an axis of length one is dropped.
     Activations without a position have one row per prompt. Attention matrices that are zero above the
@@ -176,9 +190,10 @@ def array_spec(
     if kind.name.endswith("attn_scores") and not capture.is_gradient:
         array_dtype = _REDUCED.get(dtype, dtype)  # int8 cannot hold -inf: its scale would be infinite
     layer_dims = ("layer",) if kind.per_layer else ()
+    hook_name = capture_name(kind.path, capture.is_gradient)
     return ArraySpec(
         kept_capture.variable,
-        f"{capture_name(kind.path, capture.is_gradient)}{kept_capture.keep.suffix.replace('__', '@', 1)}",
+        f"{hook_name}{kept_capture.keep.suffix.replace('__', '@', 1)}",
         (*layer_dims, packed, *tail),
         {dim: sizes[dim] for dim in tail},
         array_dtype,

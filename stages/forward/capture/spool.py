@@ -39,15 +39,15 @@ _PREFIX = struct.Struct("<QI")
 
 @dataclass(frozen=True)
 class Spool:
-    """The spool files of one run."""
+    """Files with the activations between two groups of layers, for one stored run."""
 
     folder: Folder
     """Root folder of the store."""
     path: str
-    """Folder of the files, relative to the root."""
+    """Folder of these files, relative to the root."""
 
     def file(self, n: int, layer: int, batches_digest: str) -> SpoolFile:
-        """The file with the input of one layer for one segment, whether or not it exists.
+        """The file with the input of one layer for one segment; it need not exist.
 
         Arguments:
             n: number of the segment.
@@ -57,7 +57,7 @@ class Spool:
         return SpoolFile(self.folder, self.path, f".{n}.{layer}.spool", batches_digest)
 
     def layers(self, n: int, batches_digest: str) -> list[int]:
-        """Layers whose input is completely spooled for segment `n`, in order.
+        """Layers whose input for segment `n` is completely on disk, in ascending order.
 
         Arguments:
             n: number of the segment.
@@ -67,7 +67,7 @@ class Spool:
         return sorted(layer for layer in layers if self.file(n, layer, batches_digest).is_whole())
 
     def clear(self, n: int) -> None:
-        """Remove all spool files of segment `n`."""
+        """Delete all files of segment `n`."""
         for path in self._files(f".{n}.*"):
             path.unlink(missing_ok=True)
 
@@ -126,7 +126,11 @@ class SpoolFile:
             return path.open("wb")
 
     def batches(self) -> Iterator[dict[str, Tensor]]:
-        """The tensors of each batch by name, in written order, on the CPU. CorruptEntry for damaged bytes."""
+        """Read the batches in the order in which they were written, each as name -> tensor on the CPU.
+
+        Raises:
+            CorruptEntry: for damaged bytes.
+        """
         with self.place.open("rb") as file:
             while (header := _read_header(file, self.name)) is not None:
                 tensors, checksum = {}, google_crc32c.value(header.text)
@@ -135,15 +139,15 @@ class SpoolFile:
                     # As bytes: numpy has no bfloat16.
                     raw = tensor.reshape(-1).view(torch.uint8).numpy()
                     if file.readinto(raw.data) != raw.nbytes:
-                        raise _torn(self.name)
+                        raise _damaged(self.name)
                     checksum = google_crc32c.extend(checksum, raw)
                     tensors[name] = tensor
                 if checksum != header.crc:
-                    raise _torn(self.name)
+                    raise _damaged(self.name)
                 yield tensors
 
     def is_whole(self) -> bool:
-        """Whether the file exists, is complete and undamaged, and holds these batches."""
+        """Whether the file exists, is complete and undamaged, and has the activations of these batches."""
         try:
             # Reads everything once: a wrong batch found later would cost the layers computed since.
             for _ in self.batches():
@@ -161,15 +165,19 @@ class SpoolFile:
 
 @dataclass(frozen=True)
 class SpoolWriter:
-    """Writes batches into a temporary file that becomes a spool file."""
+    """Writes batches into a temporary file, which gets its final name when it is complete."""
 
     target: SpoolFile
-    """The spool file that is written."""
+    """The file with its final name."""
     file: BinaryIO
     """The open temporary file."""
 
     def put(self, carried: Mapping[str, Tensor]) -> None:
-        """Write the tensors of one batch, by name."""
+        """Write the tensors of one batch.
+
+        Arguments:
+            carried: name -> tensor that the next layer reads, such as the residual stream.
+        """
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in carried.items()}
         about = [[name, dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
         header = json.dumps(about).encode()
@@ -200,16 +208,16 @@ class _Header:
 
 
 def _read_header(file: BinaryIO, name: str) -> _Header | None:
-    """The header of the next batch; None after the last batch. CorruptEntry if the file is truncated."""
+    """Read the header of the next batch; None after the last batch; CorruptEntry for a truncated file."""
     prefix = file.read(_PREFIX.size)
     if len(prefix) != _PREFIX.size:
-        raise _torn(name)
+        raise _damaged(name)
     header_bytes, crc = _PREFIX.unpack(prefix)
     return None if header_bytes == 0 else _Header(file.read(header_bytes), crc)
 
 
-def _torn(name: str) -> CorruptEntry:
+def _damaged(name: str) -> CorruptEntry:
     return CorruptEntry(
-        f"expected the bytes of {name} as they were written, found other bytes; start the capture again: "
-        "it continues from what is complete"
+        f"expected the file {name} with activations between layers as it was written, found damaged bytes; "
+        "run the capture again, which continues from its complete files"
     )

@@ -23,29 +23,29 @@ __all__ = ["StoredRun"]
 
 @dataclass(frozen=True)
 class StoredRun:
-    """Stored activations of a whole run, or of a subset of its prompts."""
+    """Stored activations of a whole run, or of some of its prompts."""
 
     entry: LabelledEntry
-    """The run in the store."""
+    """The run in the store, which may have more prompts."""
     rows: list[int] | None = None
     """Prompt numbers to read from the entry; None reads all prompts in order."""
     views: Mapping[str, View] = field(default_factory=dict)
-    """Variable -> view, for token selections that are read from a stored array of all tokens."""
+    """Variable of selected tokens -> (stored variable of all tokens, selection) from which it is read."""
 
     def is_published(self, cell: VariableLayer) -> bool:
-        """Whether a (variable, layer) can be read, from its own array or through a view."""
+        """Whether a (variable, layer) can be read, from an array of its own or from one of all tokens."""
         return self.record(cell) is not None
 
     def record(self, cell: VariableLayer) -> Record | None:
-        """Published record of the array behind a (variable, layer); None if unpublished."""
+        """Record of the stored array from which a (variable, layer) is read; None if it is not complete."""
         return self.entry.record(*self._source_cell(cell))
 
     def content(self, cell: VariableLayer) -> str:
-        """Content digest of the array that a (variable, layer) is read from."""
+        """Content digest of the stored array from which a (variable, layer) is read."""
         return self.entry.content(*self._source_cell(cell))
 
     def _source_cell(self, cell: VariableLayer) -> VariableLayer:
-        """The stored (variable, layer) that a cell is read from: itself, or the array behind its view."""
+        """(variable, layer) of the stored array from which a (variable, layer) is read; often itself."""
         return (self.views[cell[0]][0], cell[1]) if cell[0] in self.views else cell
 
     @property
@@ -62,15 +62,15 @@ class StoredRun:
         return [(segment.start, segment.stop) for segment in self.entry.segments]
 
     def contents(self, cells: Sequence[VariableLayer], segment: tuple[int, int] | None) -> list[list[Any]]:
-        """Digests that identify the stored content of cells.
+        """Digests that identify the stored content of some arrays.
 
         Arguments:
-            cells: (variable, layer) pairs.
+            cells: (variable, layer) of each array.
             segment: (start, stop) token range; None for all tokens.
 
         Returns:
-            [variable, layer, digest, ...] for each cell. A token range need not be a segment of this run (it
-            may be one of another model's run): the digests are those of all segments it overlaps.
+            [variable, layer, digest, ...] for each array. A token range need not be a segment of this run (it
+            may be one of another model's run): the digests are those of all segments that it overlaps.
         """
         # Prompts of a larger run count as one segment, identified by the content of its whole arrays.
         if segment is None or self.rows is not None:
@@ -87,18 +87,18 @@ class StoredRun:
         ]
 
     def open(self, cells: Sequence[VariableLayer], segment: tuple[int, int] | None = None) -> xr.Dataset:
-        """Open cells as a labelled, lazy Dataset.
+        """Open some of the stored arrays as a labelled, lazy Dataset.
 
         Arguments:
-            cells: (variable, layer) pairs.
+            cells: (variable, layer) of each array.
             segment: (start, stop) token range to read, which need not be a segment; None for all tokens.
         """
         layers = layers_by_variable(cells)
-        layers_by_name = {name: sorted(numbers) for name, numbers in layers.items() if numbers}
-        whole = segment is None or tuple(segment) in self.segments
+        sorted_layers = {name: sorted(numbers) for name, numbers in layers.items() if numbers}
+        is_segment = segment is not None and tuple(segment) in self.segments
         if self.rows is None:
-            number = self.segments.index((segment[0], segment[1])) if segment and whole else None
-            dataset = self.entry.open(list(layers), layers_by_name, views=self.views, segment=number)
+            number = self.segments.index((segment[0], segment[1])) if segment and is_segment else None
+            dataset = self.entry.open(list(layers), sorted_layers, views=self.views, segment=number)
         else:
-            dataset = self.entry.open(list(layers), layers_by_name).mi.prompts(self.rows)
-        return dataset if segment is None or whole else dataset.isel(token=slice(*segment))
+            dataset = self.entry.open(list(layers), sorted_layers).mi.prompts(self.rows)
+        return dataset if segment is None or is_segment else dataset.isel(token=slice(*segment))

@@ -47,41 +47,46 @@ def reduce_logits(network: Network, x: Tensor, reductions: Iterable[Reduction]) 
         Reduction -> [batch, position], or [batch, position, rank]. NaN counts as the smallest logit.
     """
     reductions = list(reductions)
-    # One pass over the blocks serves every k: smaller ones are the first ranks of the largest.
-    largest, sums = _Largest(max(reduction.ranks for reduction in reductions)), _ExpSums()
-    for start, logits in _blocks(network, x):
-        if largest.k:
-            largest.add(logits, start)
+    # One pass over the blocks serves every k: a smaller k is the first ranks of the largest.
+    top, exp_sums = _TopLogits(max(reduction.ranks for reduction in reductions)), _ExpSums()
+    for first_id, logits in _logit_blocks(network, x):
+        if top.k:
+            top.add(logits, first_id)
         if LOGSUMEXP in reductions:
-            sums.add(logits)
+            exp_sums.add(logits)
     values = {}
     for reduction in reductions:
         if reduction == LOGSUMEXP:
-            values[reduction] = sums.log()
+            values[reduction] = exp_sums.log()
         else:
-            ranked = largest.ids() if reduction.dtype == "int32" else largest.values()
+            ranked = top.ids() if reduction.dtype == "int32" else top.values()
             values[reduction] = ranked[..., : reduction.ranks]
     return values
 
 
-def _blocks(network: Network, x: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(first token id, logits [batch, position, block]) of each block; soft-capped if the model's logits
-    are."""
+def _logit_blocks(network: Network, x: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Compute the logits of the vocabulary in blocks, soft-capped if the model's logits are.
+
+    Yields:
+        (first token id of the block, logits [batch, position, token of the block]).
+    """
     for start in range(0, network.config.vocab_size, _BLOCK):
         block = range(start, min(start + _BLOCK, network.config.vocab_size))
         yield start, network.unembed(x, Logits(tokens=block)).float()
 
 
-class _Largest:
+class _TopLogits:
     """The k largest logits so far, as int64 sort keys: logit in the high 32 bits, inverted id in the low."""
 
     def __init__(self, k: int) -> None:
         self.k, self._keys = k, torch.empty(0)
 
     def add(self, logits: Tensor, first_id: int) -> None:
-        """Add a block of logits [batch, position, block].
+        """Add the logits of some tokens.
 
-        first_id: token id of its first column; larger than every id of earlier blocks.
+        Arguments:
+            logits: [batch, position, token of the block].
+            first_id: token id of the first column; larger than every id of earlier blocks.
         """
         width = logits.shape[-1]
         ids = torch.arange(first_id, first_id + width, device=logits.device)
@@ -105,23 +110,27 @@ class _Largest:
         self._keys = keys.view(*logits.shape[:-1], -1)
 
     def ids(self) -> Tensor:
-        """Token ids, int32 [batch, position, rank]."""
+        """Token ids of the k largest logits, int32 [batch, position, rank]."""
         return (_LOW - (self._keys & _LOW)).int()
 
     def values(self) -> Tensor:
-        """Logits, float32 [batch, position, rank]."""
+        """The k largest logits, descending, float32 [batch, position, rank]."""
         return _logit(self._keys)
 
 
 def _logit(keys: Tensor) -> Tensor:
-    """The logits, float32, of keys from `_sort_keys`."""
+    """Recover the float32 logits from the sort keys that `_sort_keys` makes."""
     bits = (keys >> 32).int()
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 
 def _sort_keys(logits: Tensor, ids: Tensor) -> Tensor:
-    """Int64 keys [row, column] that sort as logits [row, column] do, and on ties by descending id
-    [column]."""
+    """int64 keys that sort like the logits, and on ties put the smaller token id first.
+
+    Arguments:
+        logits: float32 [row, token].
+        ids: token ids [token].
+    """
     bits = (logits + 0.0).view(torch.int32)  # -0 equals 0, but its bits differ
     bits = bits.masked_fill(logits.isnan(), _NAN)
     # IEEE floats are sign and magnitude: flipping the other bits of negative ones makes the order that of
@@ -131,13 +140,13 @@ def _sort_keys(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 class _ExpSums:
-    """Sum of exp(logit - maximum so far) over the blocks so far, in float64."""
+    """Sum of exp(logit) over the logits so far, in float64 and divided by exp(largest logit so far)."""
 
     def __init__(self) -> None:
         self._top, self._sum = torch.empty(0), torch.empty(0)
 
     def add(self, logits: Tensor) -> None:
-        """Add a block of logits [batch, position, block]."""
+        """Add the logits of some tokens, [batch, position, token]."""
         if not self._top.numel():
             self._top = logits.new_full(logits.shape[:-1], -torch.inf, dtype=torch.float64)
             self._sum = torch.zeros_like(self._top)
@@ -149,5 +158,5 @@ class _ExpSums:
         self._top = top
 
     def log(self) -> Tensor:
-        """Natural log of the sum of exp over the logits of all blocks, float32 [batch, position]."""
+        """Natural log of the sum of exp over all logits, float32 [batch, position]."""
         return (self._top + self._sum.log()).float()

@@ -17,7 +17,7 @@ from ....store.arrays import Array
 from ....store.errors import WeightsError, nearest
 from ....store.exchange.tensors import FLOATS
 from ..architectures.architecture import Architecture
-from .adapter import Adapted, Adapter
+from .adapter import MERGE, Adapted, Adapter
 from .formats import stored_in
 from .quantised.scheme import Dequantised, Scheme
 from .source import Renamed, Take, TensorEntry, TensorSource
@@ -30,16 +30,16 @@ __all__ = ["Checkpoint", "Files", "as_array", "checkpoint_of"]
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Files of a model, and the processing of their tensors before use."""
+    """Tensors of a model's weight files, dequantised and with a LoRA adapter merged."""
 
     files: tuple[Path, ...]
     """Weight files of one format."""
     quantisation: Scheme | None = None
-    """How weights are packed; they are dequantised to float32. None for plain weights."""
+    """Quantisation of the stored weights, which are dequantised to float32; None for plain weights."""
     adapter: Adapter | None = None
-    """Adapter merged into the tensors that it changes, in float32."""
+    """LoRA adapter merged into the tensors that it changes, in float32; None without adapter."""
     stand_ins: tuple[tuple[str, str], ...] = ()
-    """(name under which a tensor is read, name under which it is stored) pairs; see `Renamed`."""
+    """(name under which a tensor is read, name under which it is stored) pairs, where the two differ."""
 
     @cached_property
     def _plain(self) -> TensorSource:
@@ -57,7 +57,11 @@ class Checkpoint:
 
     @property
     def entries(self) -> dict[str, TensorEntry]:
-        """Shape and dtype of every tensor, by name. Raises WeightsError for damaged files."""
+        """Shape and dtype of every tensor, by name.
+
+        Raises:
+            WeightsError: for damaged files.
+        """
         return dict(self._source.entries)
 
     @property
@@ -66,7 +70,10 @@ class Checkpoint:
         return {name: entry.shape for name, entry in self.entries.items()}
 
     def standing_in(self, config: Architecture) -> Checkpoint:
-        """The checkpoint with shared tensors renamed to the names that an architecture reads."""
+        """A checkpoint in which tensors have the names that an architecture reads.
+
+        A file stores a tensor that two names share, such as a tied LM head, under one of them.
+        """
         # safetensors stores tensors that share memory once, under one of their names.
         missing = config.tensors.stand_ins(self.entries)
         return replace(self, stand_ins=tuple(missing.items())) if missing else self
@@ -84,13 +91,13 @@ class Checkpoint:
         for name in self._adapted.changes:
             if name not in config.tensors.shapes:
                 raise WeightsError(
-                    f"expected an adapter of tensors that the model reads, found that it changes {name!r}; "
-                    "merge it into its base model with PEFT, and save that"
+                    f"expected a LoRA adapter that changes only tensors of the model, found a change of "
+                    f"{name!r}; {MERGE}"
                 )
             if embed == head == name:
                 raise WeightsError(
-                    f"expected an adapter that leaves {name!r} alone, which is embedding and head at once, "
-                    "found that it changes it; merge it into its base model with PEFT, and save that"
+                    f"expected a LoRA adapter that does not change {name!r}, which is both embedding and LM "
+                    f"head, found a change of it; {MERGE}"
                 )
 
     @property
@@ -100,18 +107,18 @@ class Checkpoint:
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """Open the files for reading tensors."""
+        """Open the files in this block, with a function that reads a tensor by name."""
         with self._source.opened() as take:
             yield take
 
     def mapped(self, name: str) -> Array | None:
-        """See `TensorSource.mapped`."""
+        """A memory-mapped array of a tensor; None for a tensor that no file stores in its final form."""
         return self._source.mapped(name)
 
     def array(self, name: str) -> Array:
-        """One floating-point tensor as a numpy array; bfloat16 as ml_dtypes.bfloat16.
+        """Read one floating-point tensor as a numpy array; bfloat16 as ml_dtypes.bfloat16.
 
-        Memory-mapped, and without importing torch, where a file stores it in its final form.
+        If a file stores it in its final form, the array is memory-mapped and torch is not imported.
 
         Raises:
             WeightsError: for an unknown name, or a tensor that is not floating point.
@@ -119,18 +126,19 @@ class Checkpoint:
         entries = self.entries
         if name not in entries:
             raise WeightsError(
-                f"expected a tensor {name!r}, found {len(entries)} others, nearest "
-                f"{nearest(name, entries)!r}; are all files of the checkpoint there?"
+                f"expected a tensor {name!r} in {self.files[0].parent}, found {len(entries)} other tensors, "
+                f"nearest {nearest(name, entries)!r}; check the name, and that no file of the checkpoint is "
+                "missing"
             )
         if entries[name].dtype not in FLOATS:
             raise WeightsError(
-                f"expected {name!r} as one of {', '.join(FLOATS)}, found {entries[name].dtype}; dequantise "
-                "the checkpoint"
+                f"expected tensor {name!r} of dtype {', '.join(FLOATS)}, found {entries[name].dtype}; load "
+                "an unquantised checkpoint of the model"
             )
         return self.numbers(name)
 
     def numbers(self, name: str) -> Array:
-        """One tensor as a numpy array, whatever its dtype; its name must exist."""
+        """Read one tensor of any dtype as a numpy array; KeyError for an unknown name."""
         # Mapping reads only the pages that are used and needs no torch.
         if (mapped := self.mapped(name)) is not None:
             return mapped
@@ -143,7 +151,7 @@ Files = Checkpoint | Sequence[Path]
 
 
 def checkpoint_of(files: Files) -> Checkpoint:
-    """A Checkpoint of the files; a Checkpoint is returned unchanged."""
+    """Make a Checkpoint of paths of unquantised files; a Checkpoint is returned unchanged."""
     return files if isinstance(files, Checkpoint) else Checkpoint(tuple(files))
 
 

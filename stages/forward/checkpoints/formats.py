@@ -20,6 +20,10 @@ _FORMATS: dict[str, type[SafetensorsFiles] | type[PickledFiles] | type[GgufFiles
 
 
 def stored_in(files: tuple[Path, ...]) -> TensorSource:
-    """The tensors of files that share one format."""
+    """The tensors of weight files, which all have the same format.
+
+    Arguments:
+        files: files in safetensors, torch.save's or GGUF format; the ending of the first one decides.
+    """
     # By the first file: `ModelFiles` lists files of one format only.
     return _FORMATS.get(files[0].suffix if files else "", SafetensorsFiles)(files)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....store.errors import WeightsError
-from ...torch_files import ADVICE, load_pickled
+from ...torch_files import load_pickled
 from .source import Take, TensorEntry
 
 if TYPE_CHECKING:
@@ -31,47 +31,50 @@ class PickledFiles:
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
-        """See `TensorSource.entries`; imports torch.
+        """Shape and dtype of every tensor, by name; imports torch.
 
         Raises:
             WeightsError: for a file with anything but named tensors, or a tensor that is in two files.
         """
         entries: dict[str, TensorEntry] = {}
         for path in self.files:
-            for name, tensor in _tensors(path).items():
+            for name, tensor in _named_tensors(path).items():
                 if name in entries:
                     raise WeightsError(
-                        f"expected {name!r} in one file, found it in {path.name} and another; remove the one "
-                        "that does not belong to this checkpoint"
+                        f"expected tensor {name!r} in one file, found it in {path.name} and another; remove "
+                        "the file that does not belong to this checkpoint"
                     )
-                entries[name] = TensorEntry(tuple(tensor.shape), _code(name, tensor))
+                entries[name] = TensorEntry(tuple(tensor.shape), _safetensors_code(tensor))
         return entries
 
     def mapped(self, name: str) -> None:
-        """See `TensorSource.mapped`: None, as the format is read through torch."""
+        """None: tensors of this format are only read through torch."""
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """See `TensorSource.opened`."""
+        """Open the files in this block, with a function that reads a tensor by name."""
         tensors: dict[str, Tensor] = {}
         for path in self.files:
-            tensors |= _tensors(path)
+            tensors |= _named_tensors(path)
         # A copy: the loaded tensors map the file, which another process may overwrite.
         yield lambda name: tensors[name].clone()
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
-    """Named tensors of one file."""
+def _named_tensors(path: Path) -> dict[str, Tensor]:
+    """Tensors of one file by name; WeightsError for a file with anything else."""
     loaded = load_pickled(path, WeightsError)
-    unexpected = _unexpected(loaded)
+    unexpected = _first_other_value(loaded)
     if unexpected:
-        raise WeightsError(f"expected tensors by name in {path}, found {unexpected}; {ADVICE}")
+        raise WeightsError(
+            f"expected a dict of tensors by name in {path}, found {unexpected}; save only the state_dict of "
+            "the model, as safetensors"
+        )
     tensors: dict[str, Tensor] = dict(loaded)
     return tensors
 
 
-def _unexpected(loaded: Any) -> str:
-    """Description of the first entry that is no strided tensor; empty string if all are."""
+def _first_other_value(loaded: Any) -> str:
+    """Description of the first value that is no dense tensor with a name; empty if all are."""
     import torch
 
     if not isinstance(loaded, dict):
@@ -87,8 +90,8 @@ def _unexpected(loaded: Any) -> str:
     return ""
 
 
-def _code(name: str, tensor: Tensor) -> str:
-    """Safetensors code of a float dtype; torch's own name for any other, which readers refuse as a weight."""
+def _safetensors_code(tensor: Tensor) -> str:
+    """Dtype as safetensors writes it, e.g. "BF16"; torch's name for other dtypes than floats."""
     codes = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
     dtype = str(tensor.dtype).removeprefix("torch.")
     return codes.get(dtype, dtype)

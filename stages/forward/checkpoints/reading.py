@@ -20,12 +20,12 @@ parallel; from the page cache 4.3 s and 3.4 s (bench_loading.py)."""
 
 
 def fill(tensor: Tensor, file: FileIO, start: int) -> int:
-    """Read bytes of a file into a contiguous tensor.
+    """Fill a contiguous tensor with bytes of a file, read in parallel.
 
     Arguments:
-        tensor: destination.
+        tensor: tensor to fill.
         file: open file.
-        start: offset of the first byte.
+        start: offset of the first byte in the file.
 
     Returns:
         Number of bytes read; fewer than the tensor has if the file ends early.
@@ -37,7 +37,7 @@ def fill(tensor: Tensor, file: FileIO, start: int) -> int:
     offsets = range(0, len(buffer), SLICE)
 
     def read(offset: int) -> int:
-        return _read(file.fileno(), buffer[offset : offset + SLICE], start + offset)
+        return _read_into(file.fileno(), buffer[offset : offset + SLICE], start + offset)
 
     if len(offsets) <= 1:
         return sum(map(read, offsets))
@@ -45,9 +45,9 @@ def fill(tensor: Tensor, file: FileIO, start: int) -> int:
         return sum(pool.map(read, offsets))
 
 
-def _read(file: int, into: memoryview, at: int) -> int:
+def _read_into(file: int, buffer: memoryview, offset: int) -> int:
     # `preadv` may return fewer bytes than asked for, and none at the end of the file.
-    done = 0
-    while done < len(into) and (count := os.preadv(file, [into[done:]], at + done)):
-        done += count
-    return done
+    n_read = 0
+    while n_read < len(buffer) and (count := os.preadv(file, [buffer[n_read:]], offset + n_read)):
+        n_read += count
+    return n_read

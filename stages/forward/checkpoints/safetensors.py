@@ -35,7 +35,7 @@ class SafetensorsFiles:
 
     @cached_property
     def locations(self) -> dict[str, tuple[Path, Mapping[str, Any], int]]:
-        """Name -> (file, header entry, offset of the file's data section).
+        """Where each tensor is stored: name -> (file, header entry, offset of the file's data section).
 
         Raises:
             WeightsError: for a truncated file, or a tensor that is in two files.
@@ -46,8 +46,8 @@ class SafetensorsFiles:
             for name, entry in header.items():
                 if name in locations:
                     raise WeightsError(
-                        f"expected {name!r} in one file, found it in {locations[name][0]} and {path.name}; "
-                        "remove the one that does not belong to this checkpoint"
+                        f"expected tensor {name!r} in one file, found it in {locations[name][0]} and "
+                        f"{path.name}; remove the file that does not belong to this checkpoint"
                     )
                 locations[name] = path, entry, start
         return locations
@@ -61,25 +61,29 @@ class SafetensorsFiles:
         }
 
     def mapped(self, name: str) -> Array:
-        """See `TensorSource.mapped`: this format stores every tensor in its final form."""
+        """A memory-mapped array of a tensor; this format stores every tensor in its final form."""
         path, entry, start = self.locations[name]
         return mapped_tensor(path, entry, start, name)
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """See `TensorSource.opened`. Raises WeightsError for a file that is truncated meanwhile."""
+        """Open the files in this block, with a function that reads a tensor by name.
+
+        Raises:
+            WeightsError: for a tensor of an unknown dtype, or a file that was cut short.
+        """
         with ExitStack() as stack:
             # Unbuffered: reads go straight into tensors (reading.py).
             files = {path: stack.enter_context(FileIO(path)) for path in self.files}
 
             def take(name: str) -> Tensor:
                 path, entry, start = self.locations[name]
-                return _read(files[path], entry, start, name)
+                return _read_tensor(files[path], entry, start, name)
 
             yield take
 
 
-def _read(file: FileIO, entry: Mapping[str, Any], start: int, name: str) -> Tensor:
+def _read_tensor(file: FileIO, entry: Mapping[str, Any], start: int, name: str) -> Tensor:
     import torch
 
     # Inside the function, so that headers are listed without importing torch.
@@ -100,17 +104,21 @@ def _read(file: FileIO, entry: Mapping[str, Any], start: int, name: str) -> Tens
     }
     if entry["dtype"] not in dtypes:
         raise WeightsError(
-            f"expected {name!r} as one of {', '.join(dtypes)}, found {entry['dtype']}; convert the file"
+            f"expected tensor {name!r} in {file.name} of dtype {', '.join(dtypes)}, found {entry['dtype']}; "
+            "convert the file to one of these dtypes"
         )
     tensor = torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]])
     first, end = entry["data_offsets"]
     # Checked before reading: a wrong range would read bytes of another tensor.
     if end - first != tensor.nbytes:
         raise WeightsError(
-            f"expected {tensor.nbytes} bytes of {name!r} in {file.name} as its shape says, found "
-            f"{end - first}; fetch it again"
+            f"expected {tensor.nbytes} bytes of tensor {name!r} in {file.name}, according to its shape, "
+            f"found {end - first}; fetch the file again"
         )
     # Another process may truncate the file after its header was checked.
     if fill(tensor, file, start + first) < tensor.nbytes:
-        raise WeightsError(f"{file.name} was cut short while {name!r} was read; fetch it again")
+        raise WeightsError(
+            f"expected {tensor.nbytes} bytes of tensor {name!r} in {file.name}, found the end of the file, "
+            "which was cut short meanwhile; fetch the file again"
+        )
     return tensor

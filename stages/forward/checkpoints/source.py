@@ -27,26 +27,30 @@ class TensorEntry:
     """Shape and dtype of one tensor, known before it is read."""
 
     shape: tuple[int, ...]
-    """Lengths of its axes."""
+    """Length of each axis."""
     dtype: str
-    """Code of its dtype in the safetensors format, e.g. "BF16"."""
+    """Dtype as the safetensors format writes it, e.g. "BF16"."""
 
 
 class TensorSource(Protocol):
-    """Tensors by name."""
+    """Tensors that can be listed and read by name: stored in files, or computed from stored tensors."""
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
-        """Every tensor of the source. Raises WeightsError for damaged files."""
+        """Shape and dtype of every tensor, by name.
+
+        Raises:
+            WeightsError: for damaged files.
+        """
         ...
 
     def mapped(self, name: str) -> Array | None:
-        """A memory-mapped array; None for a tensor that no file stores in its final form."""
+        """A memory-mapped array of a tensor; None for a tensor that no file stores in its final form."""
         ...
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """Open the source for reading; the reader raises KeyError for a name without entry."""
+        """Open the files in this block, with a function that reads a tensor by name (KeyError if unknown)."""
         ...
 
 
@@ -61,18 +65,18 @@ class Renamed:
 
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
-        """See `TensorSource`."""
+        """Shape and dtype of every tensor, by the name under which it is read."""
         entries = dict(self.base.entries)
         # Popped, so that a tensor under its stored name does not count as unused.
         renamed = {name: entries.pop(stored) for name, stored in self.stand_ins.items()}
         return {**entries, **renamed}
 
     def mapped(self, name: str) -> Array | None:
-        """See `TensorSource`."""
+        """A memory-mapped array of a tensor; None for a tensor that no file stores in its final form."""
         return self.base.mapped(self.stand_ins.get(name, name))
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """See `TensorSource`."""
+        """Open the files in this block, with a function that reads a tensor by name."""
         with self.base.opened() as take:
             yield lambda name: take(self.stand_ins.get(name, name))

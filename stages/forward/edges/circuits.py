@@ -28,27 +28,28 @@ __all__ = ["Alternatives", "circuit_logits"]
 
 @dataclass(frozen=True)
 class Alternatives:
-    """Clean runs of some prompts, and the alternatives that edges outside a circuit carry."""
+    """Clean runs of some prompts, and what edges outside a circuit carry instead, e.g. a corrupted run."""
 
     clean: EdgeSources
     """Clean runs of B prompts."""
     alternative: Tensor
-    """Alternative of each source, [B, source, S, D]."""
+    """What edges outside a circuit carry from each source, [B, source, S, D]."""
     constant: Sequence[Tensor]
-    """Stream without any source, [S, D], as the heads of each layer read it, and after all layers."""
+    """Part of the stream that no source adds, [S, D]: as the heads of each layer read it, then after all
+    layers."""
 
     @classmethod
     def of(
         cls, network: SplitNetwork, layout: Layout, ids: Tensor, clean: EdgeSources, alternative: Tensor
     ) -> Alternatives:
-        """Alternatives of prompts, with the constants of their streams.
+        """Compute the part of the stream that no source adds, and combine it with clean runs and alternative.
 
         Arguments:
             network: the network.
             layout: sources and destinations of the model.
             ids: token ids [B, S].
             clean: clean runs of the prompts.
-            alternative: alternative of each source, [B, source, S, D].
+            alternative: what edges outside a circuit carry from each source, [B, source, S, D].
         """
         # One prompt: constants depend on positions alone.
         return cls(clean, alternative, constants(network, layout, ids[:1], clean.z[0][:1]))
@@ -64,29 +65,35 @@ def circuit_logits(
     memory: int,
     first_layer: int = 0,
 ) -> Tensor:
-    """Logits at the last position, [C, B, token].
+    """Run prompts in which only the edges of a circuit carry what their source adds.
+
+    All other edges carry the alternative.
 
     Arguments:
         network: the network.
         layout: sources and destinations of the model.
         alternatives: clean runs, and what other edges carry.
-        circuits: edges of each circuit, bool [C, source, destination], or [C, S, source, destination].
+        circuits: edges of each circuit, bool [C, source, destination], or by position [C, S, source,
+            destination].
         want: tokens whose logits are computed.
         memory: bytes that may be allocated beside the arguments.
         first_layer: first layer into which any circuit leaves out edges.
+
+    Returns:
+        Logits at the last position, [C, B, token].
     """
-    prompts = len(alternatives.alternative)
-    # Circuit by circuit, each with all prompts, as `unflatten` below takes them apart.
-    rows = torch.cartesian_prod(torch.arange(len(circuits)), torch.arange(prompts)).reshape(-1, 2)
-    parts = [
-        _logits(network, layout, alternatives, circuits[part[:, 0]], part[:, 1], first_layer, want)
-        for part in rows.split(_most_rows(layout, alternatives.alternative, memory))
+    n_prompts = len(alternatives.alternative)
+    # (circuit, prompt) pairs: circuit by circuit, each with all prompts, as `unflatten` takes them apart.
+    pairs = torch.cartesian_prod(torch.arange(len(circuits)), torch.arange(n_prompts)).reshape(-1, 2)
+    blocks = [
+        _logits_of_rows(network, layout, alternatives, circuits[block[:, 0]], block[:, 1], first_layer, want)
+        for block in pairs.split(_most_rows(layout, alternatives.alternative, memory))
     ]
-    logits: Tensor = torch.cat(parts).unflatten(0, (len(circuits), prompts))
+    logits: Tensor = torch.cat(blocks).unflatten(0, (len(circuits), n_prompts))
     return logits
 
 
-def _logits(
+def _logits_of_rows(
     network: SplitNetwork,
     layout: Layout,
     alternatives: Alternatives,
@@ -95,7 +102,17 @@ def _logits(
     first_layer: int,
     want: Logits,
 ) -> Tensor:
-    """Logits of rows: edges [row, source, destination], or by position, each on a prompt, int [row]."""
+    """Logits [row, token] of rows, each of which is a circuit on a prompt.
+
+    Arguments:
+        network: the network.
+        layout: sources and destinations of the model.
+        alternatives: clean runs, and what other edges carry.
+        circuits: edges of each row, bool [row, source, destination] or [row, S, source, destination].
+        prompt: prompt of each row, int [row].
+        first_layer: first layer into which any circuit leaves out edges.
+        want: tokens whose logits are computed.
+    """
     alternative, weights = alternatives.alternative[prompt], circuits.to(alternatives.alternative)
     # Sources below the first changed layer are those of the clean run.
     differing = torch.zeros_like(alternative)
@@ -106,7 +123,7 @@ def _logits(
     summed = alternative[:, :n_known].sum(1)
     for layer in range(first_layer, layout.num_layers):
         base = alternatives.constant[layer] + summed
-        read = _read(base, weights, differing, layout.inputs(layer), layout.read_by_heads(layer))
+        read = _streams_read(base, weights, differing, layout.inputs(layer), layout.read_by_heads(layer))
         # Destinations of a layer are ordered q, k, v, so three equal chunks separate them.
         inputs = {f"{kind}_input": x for kind, x in zip(KINDS, read.chunk(3, dim=1), strict=True)}
         z = attended(network, layer, inputs, base, history)
@@ -117,25 +134,29 @@ def _logits(
         # In a parallel layer the MLP reads the same stream as the heads.
         if not layout.parallel[layer]:
             base = alternatives.constant[layer + 1] + after
-        read = _read(base, weights, differing, slice(column, column + 1), layout.read_by_mlp(layer))
+        mlp_column = slice(column, column + 1)
+        read = _streams_read(base, weights, differing, mlp_column, layout.read_by_mlp(layer))
         differing[:, mlp] = network.fed(layer, read[:, 0], NO_TAPS) - alternative[:, mlp]
         summed = after + alternative[:, mlp]
     base, last = alternatives.constant[-1] + summed, slice(len(layout.destinations) - 1, None)
     # Logits are read at the last position only, so edges into them exist there only.
     at_last = weights if weights.ndim == 3 else weights[:, -1:]
-    read = _read(base[:, -1:], at_last, differing[:, :, -1:], last, len(layout.sources))
+    read = _streams_read(base[:, -1:], at_last, differing[:, :, -1:], last, len(layout.sources))
     return network.unembed(network.final_norm(read[:, 0, -1]), want)
 
 
-def _read(base: Tensor, weights: Tensor, differing: Tensor, columns: slice, count: int) -> Tensor:
-    """Streams that destinations read, [row, column, S, D].
+def _streams_read(base: Tensor, weights: Tensor, differing: Tensor, columns: slice, count: int) -> Tensor:
+    """Streams that some destinations read: the alternative, and the difference along chosen edges.
 
     Arguments:
         base: constants and alternatives, [row, S, D].
         weights: 1 where an edge is chosen, [row, source, destination] or [row, S, source, destination].
         differing: output of sources in this pass minus their alternative, [row, source, S, D].
-        columns: the destinations.
-        count: number of sources that are computed before them.
+        columns: slice of the destinations.
+        count: number of sources that are computed before these destinations.
+
+    Returns:
+        [row, destination, S, D].
     """
     edges = weights[..., :count, columns].transpose(-1, -2)
     if edges.ndim == 3:
@@ -147,6 +168,6 @@ def _read(base: Tensor, weights: Tensor, differing: Tensor, columns: slice, coun
 
 
 def _most_rows(layout: Layout, alternative: Tensor, memory: int) -> int:
-    """Rows per block: memory for the sources twice, and six times for the inputs of heads."""
+    """Number of rows to compute at a time: each needs the sources 3 times and the head inputs 6 times."""
     row_bytes = alternative[0, 0].nbytes * (3 * len(layout.sources) + 6 * 3 * layout.num_heads)
     return max(1, memory // row_bytes)

@@ -29,7 +29,7 @@ from .prompts import Streams
 __all__ = ["ConstantPart", "cotangents"]
 
 ConstantPart = tuple[str, int]
-"""("heads", layer) or ("mlp", layer): a part whose output counts as constant."""
+"""("heads", layer) or ("mlp", layer): attention heads or MLP of a layer whose output counts as constant."""
 OfLogits = Callable[[Tensor], Tensor]
 """Last logits [B, vocab] -> gradient of the scalar with respect to them."""
 
@@ -42,42 +42,46 @@ def cotangents(
     of_logits: OfLogits,
     constant: Collection[ConstantPart] = (),
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Gradients with respect to what destinations read, from the logits down.
+    """Gradients of a scalar with respect to what each head and MLP reads from the residual stream.
+
+    They are computed layer by layer, from the logits down.
 
     Arguments:
         network: the network.
         layout: sources and destinations of the model.
         streams: recorded streams of the run.
-        of_logits: last logits [B, vocab] -> gradient with respect to them.
-        constant: parts whose output counts as constant; their destinations are left out.
+        of_logits: function from the last logits [B, vocab] to the gradient of the scalar at them.
+        constant: heads or MLPs whose output counts as constant; their destinations are left out.
 
     Yields:
         Slice of destinations, and their gradients [B, column, S, D].
     """
     after = torch.zeros_like(streams.logits)
     # Only the last position's logits are read, so all other gradients start at zero.
-    after[:, -1] = _of_stream(network, streams.logits[:, -1], of_logits)
+    after[:, -1] = _gradient_at_final_stream(network, streams.logits[:, -1], of_logits)
     yield slice(-1, None), after.unsqueeze(1)
     history = WholePrompts(after.shape[1], NO_TAPS, after.device)
     # One layer's graph at a time: that of a whole pass with a stream per head would not fit in memory.
     for layer in reversed(range(layout.num_layers)):
-        of_heads = before = after
+        # Gradients at the stream: after the layer, at the output of its heads, and before it.
+        at_head_output = before = after
         if ("mlp", layer) not in constant:
-            gradient = _of_mlp(network, layer, streams.mlps[layer], after)
+            gradient = _gradient_at_mlp_input(network, layer, streams.mlps[layer], after)
             column = layout.mlp_input(layer)
             yield slice(column, column + 1), gradient.unsqueeze(1)
             before = after + gradient
-            of_heads = after if layout.parallel[layer] else before
+            at_head_output = after if layout.parallel[layer] else before
         if ("heads", layer) not in constant:
-            inputs = _of_inputs(network, layer, streams.heads[layer], of_heads, layout.num_heads, history)
-            yield layout.inputs(layer), inputs
-            before = before + inputs.sum(1)
+            stream, n_heads = streams.heads[layer], layout.num_heads
+            gradients = _gradients_at_head_inputs(network, layer, stream, at_head_output, n_heads, history)
+            yield layout.inputs(layer), gradients
+            before = before + gradients.sum(1)
         after = before
 
 
 @torch.enable_grad()
-def _of_stream(network: SplitNetwork, stream: Tensor, of_logits: OfLogits) -> Tensor:
-    """Gradient at the last stream, [B, D]."""
+def _gradient_at_final_stream(network: SplitNetwork, stream: Tensor, of_logits: OfLogits) -> Tensor:
+    """Gradient at the stream that the final norm reads at the last position, [B, D]."""
     leaf = stream.detach().requires_grad_()
     logits = network.unembed(network.final_norm(leaf), Logits())
     (gradient,) = torch.autograd.grad(logits, leaf, of_logits(logits.detach()))
@@ -85,22 +89,41 @@ def _of_stream(network: SplitNetwork, stream: Tensor, of_logits: OfLogits) -> Te
 
 
 @torch.enable_grad()
-def _of_mlp(network: SplitNetwork, layer: int, stream: Tensor, after: Tensor) -> Tensor:
-    """Backpropagate through an MLP: gradient with respect to its input stream, [B, S, D]."""
+def _gradient_at_mlp_input(network: SplitNetwork, layer: int, stream: Tensor, after: Tensor) -> Tensor:
+    """Backpropagate through an MLP: gradient at the stream that it reads, [B, S, D].
+
+    Arguments:
+        network: the network.
+        layer: layer index.
+        stream: stream that the MLP reads, [B, S, D].
+        after: gradient at the output of the MLP, [B, S, D].
+    """
     leaf = stream.detach().requires_grad_()
     (gradient,) = torch.autograd.grad(network.fed(layer, leaf, NO_TAPS), leaf, after)
     return gradient
 
 
 @torch.enable_grad()
-def _of_inputs(
+def _gradients_at_head_inputs(
     network: SplitNetwork, layer: int, stream: Tensor, after: Tensor, heads: int, history: WholePrompts
 ) -> Tensor:
-    """Gradients at what heads read for q, k and v, [B, 3 head, S, D], from that at their output."""
+    """Backpropagate through attention: gradients at what each head reads for q, for k and for v.
+
+    Arguments:
+        network: the network.
+        layer: layer index.
+        stream: stream that the heads read, [B, S, D].
+        after: gradient at the summed output of the heads, [B, S, D].
+        heads: number of query heads.
+        history: positions of the prompts.
+
+    Returns:
+        [B, 3 * head, S, D]: first q of all heads, then k, then v.
+    """
     copies = stream.detach().unsqueeze(1).expand(-1, heads, -1, -1)
     # Expanded copies share memory; each leaf needs its own for autograd to tell the heads apart.
     leaves = [copies.clone(memory_format=torch.contiguous_format).requires_grad_() for _ in KINDS]
     inserted = {f"{kind}_input": leaf for kind, leaf in zip(KINDS, leaves, strict=True)}
     z = attended(network, layer, inserted, stream, history)
-    of_z = torch.matmul(after.unsqueeze(1), output_by_head(network, layer, heads).transpose(1, 2))
-    return torch.cat(torch.autograd.grad(z, leaves, of_z), dim=1)
+    z_gradient = torch.matmul(after.unsqueeze(1), output_by_head(network, layer, heads).transpose(1, 2))
+    return torch.cat(torch.autograd.grad(z, leaves, z_gradient), dim=1)

@@ -53,38 +53,44 @@ def changed_edges(
     position: int | None = None,
     memory: int,
 ) -> Iterator[EdgeLogits]:
-    """Logits at the last position of a prompt, for each of its edges changed by itself.
+    """Change each edge of a prompt by itself, and compute the logits at the last position.
 
     Arguments:
         network: the network.
         layout: sources and destinations of the model.
         clean: clean run of one prompt (B = 1).
-        change: what each source adds in the other run minus what it adds in this one, [source, S, D].
+        change: what each source adds in the other run minus what it adds in the clean run, [source, S, D].
         want: tokens whose logits are computed.
         position: only position that is changed; None for all.
         memory: bytes that may be allocated beside the arguments.
 
     Yields:
-        Sources, destinations and logits of blocks of edges.
+        (sources int [row], destinations int [row], logits [row, token]) of a block of edges.
     """
     # Before the first difference nothing is recomputed: positions there keep their clean keys and values.
     change = alone_at(change, position)
-    first_position, downstream = (
-        _first_that_differs(change),
-        _Downstream(network, layout, clean, want, memory),
-    )
+    first_position = _first_changed_position(change)
+    downstream = _Downstream(network, layout, clean, want, memory)
     for layer in range(layout.num_layers):
-        yield from _into_heads(downstream, layer, change, first_position, memory)
-        yield from _into_mlp(downstream, layer, change, first_position)
-    for rows in torch.arange(len(layout.sources)).split(downstream.most_rows(first_position)):
-        column = torch.full_like(rows, len(layout.destinations) - 1)
-        yield rows, column, downstream.read(clean.streams.logits[:, -1:] + change[rows, -1:])
+        yield from _edges_into_heads(downstream, layer, change, first_position, memory)
+        yield from _edges_into_mlp(downstream, layer, change, first_position)
+    for sources in torch.arange(len(layout.sources)).split(downstream.most_rows(first_position)):
+        logits_column = torch.full_like(sources, len(layout.destinations) - 1)
+        yield sources, logits_column, downstream.read(clean.streams.logits[:, -1:] + change[sources, -1:])
 
 
-def _into_heads(
+def _edges_into_heads(
     downstream: _Downstream, layer: int, change: Tensor, first_position: int, memory: int
 ) -> Iterator[EdgeLogits]:
-    """Edges into queries, keys and values of a layer; `first_position` is the first changed position."""
+    """Change each edge into the queries, keys and values of a layer's heads.
+
+    Arguments:
+        downstream: the rest of the model.
+        layer: layer index.
+        change: change of the stream by each source, [source, S, D].
+        first_position: first position that any source changes.
+        memory: bytes that may be allocated beside the arguments.
+    """
     layout, network, clean = downstream.layout, downstream.network, downstream.clean
     stream, length = clean.streams.heads[layer], change.shape[1]
     history = WholePrompts(length, NO_TAPS, stream.device)
@@ -95,28 +101,29 @@ def _into_heads(
     source_bytes = 6 * layout.num_heads * length * stream.shape[-1] * stream.element_size()
     for block in readable.split(max(1, min(downstream.most_rows(first_position), memory // source_bytes))):
         changed_qkv = projected(network, layer, stream + change[block], history)
-        for kind, column in zip(KINDS, range(len(KINDS)), strict=True):
+        for number, kind in enumerate(KINDS):
+            # Of q, k and v one is changed, the other two are those of the clean run.
             qkv = [part.expand(len(block), *part.shape[1:]) for part in clean_qkv]
-            qkv[column] = changed_qkv[column]
-            put_in = dict(zip(KINDS, qkv, strict=True))
-            z = attended(network, layer, put_in, stream.expand(len(block), -1, -1), history)
+            qkv[number] = changed_qkv[number]
+            inserted = dict(zip(KINDS, qkv, strict=True))
+            z = attended(network, layer, inserted, stream.expand(len(block), -1, -1), history)
             difference = z - clean.z[layer]
-            differs = max(first_position, _first_that_differs(difference))
             # The first query attends to its own key alone, so a changed q or k leaves its output as it is.
-            difference = difference[:, :, downstream.start(layer, differs) :]
+            first_changed = max(first_position, _first_changed_position(difference))
+            difference = difference[:, :, downstream.start(layer, first_changed) :]
             sources = block.repeat_interleave(layout.num_heads)
             columns = torch.arange(len(layout.destinations))[layout.inputs(layer, kind)].repeat(len(block))
-            for rows in torch.arange(len(sources)).split(downstream.most_rows(differs)):
+            for rows in torch.arange(len(sources)).split(downstream.most_rows(first_changed)):
                 # Rows are ordered source by source, each with all heads of the layer.
                 heads = rows % layout.num_heads
                 added = torch.bmm(difference.flatten(0, 1)[rows], weights[heads])
                 yield sources[rows], columns[rows], downstream.after_heads(layer, added)
 
 
-def _into_mlp(
+def _edges_into_mlp(
     downstream: _Downstream, layer: int, change: Tensor, first_position: int
 ) -> Iterator[EdgeLogits]:
-    """Edges into a layer's MLP; `first_position` is the first changed position."""
+    """Change each edge into a layer's MLP; `first_position` is the first position that any source changes."""
     layout, start = downstream.layout, downstream.start(layer, first_position)
     stream = downstream.clean.streams.mlps[layer][:, start:]
     clean_output = downstream.network.fed(layer, stream, NO_TAPS)
@@ -128,7 +135,7 @@ def _into_mlp(
 
 
 class _Downstream:
-    """The rest of the model after a change of the clean stream at its last S' positions."""
+    """Computes the logits after a change of the clean residual stream at its last S' positions."""
 
     def __init__(
         self, network: SplitNetwork, layout: Layout, clean: EdgeSources, want: Logits, memory: int
@@ -138,27 +145,43 @@ class _Downstream:
         self._histories: dict[int, _Suffixes] = {}
 
     def start(self, layer: int, first_position: int) -> int:
-        """First position of a layer's output that is needed; `first_position` is the first that differs."""
+        """First position at which the output of a layer is needed.
+
+        Arguments:
+            layer: layer index.
+            first_position: first position at which the output differs from the clean run.
+        """
         # In the last layer nothing mixes positions any more, and only the last one is read.
         return self._length - 1 if layer == self.layout.num_layers - 1 else first_position
 
     def most_rows(self, first_position: int) -> int:
-        """Rows per block, for rows that differ from a position on."""
+        """Most rows to compute at a time, if they differ from the clean run from a position on."""
         return most_rows(self.network, self._length - first_position, self._want, self._memory)
 
     def after_heads(self, layer: int, added: Tensor) -> Tensor:
-        """Logits [row, token] where heads of a layer add this to the stream, [row, S', D]."""
+        """Logits [row, token] after a change of the output of a layer's heads.
+
+        Arguments:
+            layer: layer index.
+            added: the change, [row, S', D].
+        """
         if self.layout.parallel[layer]:
             return self.after_layer(layer, added)
         stream = self.clean.streams.mlps[layer][:, -added.shape[1] :] + added
-        return self._on(layer, stream + self.network.fed(layer, stream, NO_TAPS))
+        return self._logits_from(layer, stream + self.network.fed(layer, stream, NO_TAPS))
 
     def after_layer(self, layer: int, added: Tensor) -> Tensor:
-        """Logits [row, token] where this is added to the output of a layer, [row, S', D]."""
-        after = [*self.clean.streams.heads[1:], self.clean.streams.logits][layer]
-        return self._on(layer, after[:, -added.shape[1] :] + added)
+        """Logits [row, token] after a change of the residual stream that leaves a layer.
 
-    def _on(self, layer: int, stream: Tensor) -> Tensor:
+        Arguments:
+            layer: layer index.
+            added: the change, [row, S', D].
+        """
+        after = [*self.clean.streams.heads[1:], self.clean.streams.logits][layer]
+        return self._logits_from(layer, after[:, -added.shape[1] :] + added)
+
+    def _logits_from(self, layer: int, stream: Tensor) -> Tensor:
+        """Run the layers after `layer` on the stream [row, S', D] that leaves it."""
         last, first_position = self.layout.num_layers - 1, self._length - stream.shape[1]
         # Rope tables and expanded keys depend on the first position only, and many blocks share it.
         if first_position not in self._histories:
@@ -168,12 +191,12 @@ class _Downstream:
         return self.read(run_to_end(self.network, {STREAM: stream}, later, history, NO_TAPS, layer))
 
     def read(self, stream: Tensor) -> Tensor:
-        """Final stream [row, 1, D] -> logits [row, token]."""
+        """Apply final norm and LM head to the final stream [row, 1, D]; returns logits [row, token]."""
         return self.network.unembed(self.network.final_norm(stream[:, -1]), self._want)
 
 
 class _Suffixes(WholePrompts):
-    """`History` of the last positions of many rows, which share the earlier keys and values of one prompt.
+    """Positions and attention of the last positions of many rows, which share one prompt's earlier keys.
 
     In the last layer only the last position is computed.
     """
@@ -191,7 +214,7 @@ class _Suffixes(WholePrompts):
 
     @property
     def positions(self) -> Tensor:
-        """Positions from the first one on, [S']."""
+        """The computed positions, int [S']: from the first changed position to the end."""
         return torch.arange(self._first, self._length, device=self._device)
 
     def enter(self, layer: int, carried: Carried) -> Carried:
@@ -204,12 +227,12 @@ class _Suffixes(WholePrompts):
         return x[..., -1:, :] if self._is_last else x
 
     def rotation(self, rope: RopeConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """See `History`."""
+        """RoPE tables (cos, sin) of the computed positions, [S', half head]."""
         cos, sin = super().rotation(rope, dtype)
         return cos[self._first :], sin[self._first :]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mixer: AttentionMixer) -> Tensor:
-        """See `History`."""
+        """Attention of queries to the clean keys of earlier positions and their own keys; returns z."""
         if self._first:
             # Positions before the first difference are those of the clean run, whatever the edge.
             before = (part[:, :, : self._first].expand(len(k), -1, -1, -1) for part in self._keys[layer])
@@ -217,26 +240,24 @@ class _Suffixes(WholePrompts):
         queries, keys = q.shape[2], k.shape[2]
         # Fused kernels have a causal flag for square attention; any other shape needs a mask.
         is_plain = queries == keys and (mixer.window is None or mixer.window >= keys)
-        seen = (
-            None
-            if is_plain
-            else causal(keys, mixer.window, q.device, newest=queries, is_chunked=mixer.is_chunked)
-        )
-        return attend(q, k, v, seen, mixer, layer, NO_TAPS)
+        mask = None
+        if not is_plain:
+            mask = causal(keys, mixer.window, q.device, newest=queries, is_chunked=mixer.is_chunked)
+        return attend(q, k, v, mask, mixer, layer, NO_TAPS)
 
 
-def _first_that_differs(change: Tensor) -> int:
+def _first_changed_position(change: Tensor) -> int:
     """First position with a nonzero change in [..., S, D]; the last position if all changes are zero."""
     positions = change.ne(0).any(-1).flatten(0, -2).any(0).nonzero()
     return int(positions[0]) if len(positions) else change.shape[-2] - 1
 
 
 def alone_at(change: Tensor, position: int | None) -> Tensor:
-    """Changes [source, S, D] at one position, 0 elsewhere; unchanged for None.
+    """Restrict changes to one position: they become zero at all others.
 
     Arguments:
         change: changes of all sources, [source, S, D].
-        position: the position to keep; None for all.
+        position: the position to keep; None returns `change` itself.
     """
     if position is None:
         return change
@@ -246,11 +267,11 @@ def alone_at(change: Tensor, position: int | None) -> Tensor:
 
 
 def most_rows(network: SplitNetwork, positions: int, want: Logits, memory: int) -> int:
-    """Rows per block: as many as fit into half of the memory, and no more than speed up matrix products.
+    """Number of rows to compute at a time: what fits into half of the memory and speeds up matrix products.
 
     Arguments:
         network: the network.
-        positions: positions that are computed of each row.
+        positions: number of positions that are computed in each row.
         want: logits that are computed of each row.
         memory: bytes that may be allocated beside the arguments.
     """

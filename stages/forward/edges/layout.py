@@ -38,7 +38,10 @@ _NEEDED = ("resid_pre", "q", "k", "v", "z", "attn_out", "mlp_out")
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of a model's graph."""
+    """Graph of a model: destinations (heads, MLPs, logits) read what sources add to the residual stream.
+
+    Sources are the token embedding, each head and each MLP.
+    """
 
     num_heads: int
     """Query heads per layer."""
@@ -47,44 +50,48 @@ class Layout:
 
     @classmethod
     def of(cls, config: Architecture) -> Layout:
-        """The layout of a model.
+        """The graph of a model.
+
+        Arguments:
+            config: architecture of the model.
 
         Raises:
-            ConfigError: where parts do more than add to one stream, or cannot read separate streams.
+            ConfigError: for a model whose heads and MLPs do more than add to one residual stream.
         """
         for layer in range(config.num_layers):
             if (reason := _obstacle(config, layer)) is not None:
                 raise ConfigError(
-                    "expected layers whose heads and MLP add to one stream that each reads through a "
-                    f"norm of its own, found {reason} in layer {layer} of {config.model_type}; its parts are "
-                    "not connected by edges: patch whole activations instead (activation_patching)"
+                    "edges need layers whose heads and MLP add to one residual stream, which each reads "
+                    f"through a norm of its own; found {reason} in layer {layer} of {config.model_type}; "
+                    "patch whole activations instead, with the workflow activation_patching"
                 )
         outside = config.tensors.outside
         # Inside a norm, positions and token embedding do not add up: neither is a separate source.
         if "embed_norm" in outside and "positions" in outside:
             raise ConfigError(
-                f"expected positions that are added to the stream, found them inside the norm of the "
-                f"embedding of {config.model_type}; patch whole activations instead (activation_patching)"
+                "edges need position embeddings that are added to the residual stream; found them inside the "
+                f"norm of the embedding of {config.model_type}; patch whole activations instead, with the "
+                "workflow activation_patching"
             )
         return cls(config.axis_sizes["head"], tuple(layer.is_parallel for layer in config.layers))
 
     @property
     def num_layers(self) -> int:
-        """Number of layers."""
+        """Number of layers of the model."""
         return len(self.parallel)
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
-        """Names of all sources, in the order of computation."""
-        layers = range(self.num_layers)
-        by_layer = (
-            [*(f"a{layer}.h{head}" for head in range(self.num_heads)), f"m{layer}"] for layer in layers
-        )
-        return (INPUT, *(name for names in by_layer for name in names))
+        """Names of all sources in the order of computation: "input", then "a0.h0", …, "m0" of each layer."""
+        names = [INPUT]
+        for layer in range(self.num_layers):
+            names += [f"a{layer}.h{head}" for head in range(self.num_heads)]
+            names.append(f"m{layer}")
+        return tuple(names)
 
     @cached_property
     def destinations(self) -> tuple[str, ...]:
-        """Names of all destinations, in the order of computation."""
+        """Names of all destinations in the order of computation: "a0.h0<q>", …, "m0", …, "logits"."""
         names = []
         for layer in range(self.num_layers):
             names += [f"a{layer}.h{head}<{kind}>" for kind in KINDS for head in range(self.num_heads)]
@@ -92,16 +99,16 @@ class Layout:
         return (*names, LOGITS)
 
     def heads(self, layer: int) -> slice:
-        """Sources of a layer's heads."""
+        """Slice of the sources that are a layer's heads."""
         start = 1 + layer * (self.num_heads + 1)
         return slice(start, start + self.num_heads)
 
     def mlp(self, layer: int) -> int:
-        """Source of a layer's MLP."""
+        """Index of a layer's MLP among the sources."""
         return int(self.heads(layer).stop)
 
     def inputs(self, layer: int, kind: str | None = None) -> slice:
-        """Slice of the destinations of a layer's heads.
+        """Slice of the destinations that are the queries, keys and values of a layer's heads.
 
         Arguments:
             layer: layer index.
@@ -114,21 +121,21 @@ class Layout:
         return slice(first, first + self.num_heads)
 
     def mlp_input(self, layer: int) -> int:
-        """Destination of a layer's MLP."""
+        """Index of a layer's MLP among the destinations."""
         return int(self.inputs(layer).stop)
 
     def read_by_heads(self, layer: int) -> int:
-        """Number of sources that the heads of a layer read: the first ones."""
+        """Number of sources that the heads of a layer read; these are the first in `sources`."""
         return int(self.heads(layer).start)
 
     def read_by_mlp(self, layer: int) -> int:
-        """Number of sources that the MLP of a layer reads: the first ones."""
+        """Number of sources that the MLP of a layer reads; these are the first in `sources`."""
         heads = self.heads(layer)
         return int(heads.start if self.parallel[layer] else heads.stop)
 
     @cached_property
     def read(self) -> npt.NDArray[np.int64]:
-        """Number of sources that each destination reads, int [destination]: those computed before it."""
+        """Number of sources that each destination reads, int [destination]; the first in `sources`."""
         counts = np.empty(len(self.destinations), np.int64)
         for layer in range(self.num_layers):
             counts[self.inputs(layer)] = self.read_by_heads(layer)
@@ -138,12 +145,12 @@ class Layout:
 
     @cached_property
     def edges(self) -> Bools:
-        """Whether an edge exists, bool [source, destination]."""
+        """Whether an edge exists from each source to each destination, bool [source, destination]."""
         return np.arange(len(self.sources))[:, None] < self.read
 
     @cached_property
     def owner(self) -> npt.NDArray[np.int64]:
-        """Source with the same node as a destination, int [destination]; -1 for the logits."""
+        """Index of the source that belongs to the same head or MLP, int [destination]; -1 for the logits."""
         index = {name: number for number, name in enumerate(self.sources)}
         return np.array([index.get(name.partition("<")[0], -1) for name in self.destinations], np.int64)
 
@@ -153,7 +160,10 @@ class Layout:
         return np.array([name.endswith(("<k>", "<v>")) for name in self.destinations], np.bool_)
 
     def edges_at(self, positions: int) -> Bools:
-        """Edges by position, bool [position, source, destination]; into the logits at the last one only."""
+        """Whether an edge exists at each position, bool [position, source, destination].
+
+        Edges into the logits exist at the last position only.
+        """
         edges: Bools = np.repeat(self.edges[None], positions, axis=0)
         # Metrics read the logits of the last position alone.
         edges[:-1, :, -1] = False
@@ -178,7 +188,11 @@ class Layout:
         return [self.name(int(s), int(d)) for d, s in zip(*np.nonzero(edges.T), strict=True)]
 
     def chosen(self, names: Sequence[str]) -> Bools:
-        """Edges by their names, bool [source, destination]. Raises ConfigError for an unknown name."""
+        """Select edges by their names, e.g. "m1->a2.h3<v>"; returns bool [source, destination].
+
+        Raises:
+            ConfigError: for an unknown name.
+        """
         rows = {name: number for number, name in enumerate(self.sources)}
         columns = {name: number for number, name in enumerate(self.destinations)}
         edges = np.zeros_like(self.edges)
@@ -187,8 +201,8 @@ class Layout:
             edge = rows.get(source), columns.get(destination)
             if None in edge or not self.edges[edge]:
                 raise ConfigError(
-                    f"expected an edge of a model of {self.num_layers} layers of {self.num_heads} heads, "
-                    f"such as {self.name(0, 0)!r}, found {name!r}; layout.names(layout.edges) lists all"
+                    f"expected an edge of a model with {self.num_layers} layers of {self.num_heads} heads, "
+                    f"such as {self.name(0, 0)!r}, found {name!r}; layout.names(layout.edges) lists all edges"
                 )
             edges[edge] = True
         return edges
@@ -203,16 +217,18 @@ def _obstacle(config: Architecture, layer: int) -> str | None:
     if spec.channel_mixer is None:
         return "no MLP"
     if spec.norms != "before":
-        return f"norms {spec.norms!r} what is added" if spec.norms != "of stream" else "norms on the stream"
+        if spec.norms == "of stream":
+            return "norms on the stream itself"
+        return f"norms {spec.norms!r} the output of heads or MLP"
     if "attn_gate" in kinds:
-        return "gates of heads, a fourth thing that is read"
+        return "gates of heads, which read the stream besides q, k and v"
     missing = [kind for kind in _NEEDED if kind not in kinds]
     if missing or not config.predicts_next:
-        return f"no hook point {missing[0]!r}" if missing else "positions that see later ones"
+        return f"no hook point {missing[0]!r}" if missing else "positions that attend to later positions"
     # Normalising all heads together makes each head's queries depend on the streams of the others.
     norm = config.tensors.layers[layer].get("q_norm")
     if norm is not None and norm.shape[0] != config.axis_sizes["d_head"]:
         return "a norm over the queries of all heads together"
     if "z_norm" in config.tensors.layers[layer]:
-        return "a norm over what all heads have read"
+        return "a norm over the output z of all heads together"
     return None

@@ -45,7 +45,7 @@ class SplitNetwork(Network, Protocol):
 
 
 class PartTaps:
-    """Taps that insert tensors at some hook points and record tensors at others (`PassTaps`)."""
+    """Callbacks of a pass that insert tensors at some hook points and record tensors at others."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class PartTaps:
         """Values at the wanted hook points, with insertions."""
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """See `Taps`."""
+        """Return the value to continue with: the inserted tensor, or x; record it where wanted."""
         place = (kind, layer)
         x = self._inserted.get(place, x)
         if place in self._wanted:
@@ -76,27 +76,27 @@ class PartTaps:
         return x
 
     def captures(self, layer: int | None, *kinds: str) -> bool:
-        """See `Taps`: False, as derived values are never recorded."""
+        """Always False: nothing that is computed only for captures is recorded."""
         return False
 
     def changes(self, layer: int | None, *kinds: str) -> bool:
-        """See `Taps`."""
+        """Whether a tensor is inserted at one of these hook points."""
         return any((kind, layer) in self._inserted for kind in kinds)
 
     def touches(self, layer: int | None, *kinds: str) -> bool:
-        """See `Taps`."""
+        """Whether a tensor is inserted at one of these hook points."""
         return self.changes(layer, *kinds)
 
     def changes_attention(self, layer: int) -> bool:
-        """See `AttentionTaps`: False."""
+        """Always False: scores and patterns are not changed."""
         return False
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
-        """See `AttentionTaps`: None, as no attention edge is cut."""
+        """Always None: no attention edge is cut."""
         return None
 
     def of_states(self, layer: int, kind: str, length: int) -> StateTaps | None:
-        """See `PassTaps`: None, as these layers have no recurrent states."""
+        """Always None: these layers have no recurrent states."""
         return None
 
 
@@ -106,7 +106,7 @@ NO_TAPS = PartTaps()
 def projected(
     network: SplitNetwork, layer: int, stream: Tensor, history: History
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of a stream, before rope.
+    """Compute the queries, keys and values that a layer's heads project from a stream, before RoPE.
 
     Arguments:
         network: the network.
@@ -124,7 +124,7 @@ def projected(
 def attended(
     network: SplitNetwork, layer: int, inserted: Mapping[str, Tensor], stream: Tensor, history: History
 ) -> Tensor:
-    """Output z [row, head, position, d_head] of attention on inserted inputs.
+    """Run a layer's attention on given inputs; returns the output z of each head.
 
     Arguments:
         network: the network.
@@ -134,13 +134,16 @@ def attended(
             position, hidden].
         stream: any stream with as many rows; irrelevant where all three are inserted.
         history: positions of the rows.
+
+    Returns:
+        z [row, head, position, d_head].
     """
     (z,) = _record(network, layer, stream, history, inserted, ("z",))
     return z
 
 
 def output_by_head(network: SplitNetwork, layer: int, heads: int) -> Tensor:
-    """Output matrix of each head, which multiplies its z, [head, d_head, hidden].
+    """Matrix of each head that maps its output z to the residual stream, [head, d_head, hidden].
 
     Arguments:
         network: the network.
@@ -152,7 +155,7 @@ def output_by_head(network: SplitNetwork, layer: int, heads: int) -> Tensor:
 
 
 def output_constant(network: SplitNetwork, layer: int, z: Tensor, history: History) -> Tensor:
-    """Output of attention with z = 0, [hidden]: the bias of the output projection, or zeros.
+    """What attention adds to the stream if all z are 0, [hidden]: the bias of the output, or zeros.
 
     Arguments:
         network: the network.
@@ -174,7 +177,7 @@ def _record(
     inserted: Mapping[str, Tensor],
     wanted: Collection[str],
 ) -> list[Tensor]:
-    """Values at hook points of a layer, with others inserted."""
+    """Run one layer with tensors inserted at some hook points, and return the values at others."""
     taps = PartTaps(
         {(kind, layer): x for kind, x in inserted.items()}, [(kind, layer) for kind in wanted], ends=True
     )

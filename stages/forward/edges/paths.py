@@ -42,92 +42,94 @@ __all__ = ["Changes", "Senders", "Sent", "patched_paths"]
 
 
 class Sent(Protocol):
-    """Changes of senders, by row, relative to the clean run."""
+    """What the senders of path patching add to the residual stream, minus what they add in the clean run.
+
+    Each row is one set of senders and changes, patched by itself.
+    """
 
     @property
     def first_source(self) -> int:
-        """First source that any row changes."""
+        """Index of the first source (embedding, head or MLP) that any row changes."""
         ...
 
     def of(self, sources: slice) -> Tensor:
-        """Change of the stream by a range of sources, summed, [row, S, D]."""
+        """Summed change of the residual stream by a range of sources, [row, S, D]."""
         ...
 
     def is_sender(self, source: int) -> Tensor:
-        """Rows in which a source is changed, bool [row]."""
+        """Whether each row changes a source, bool [row]."""
         ...
 
     def split(self, most: int) -> Iterator[Self]:
-        """Split rows into blocks of at most `most` rows, in order."""
+        """Split the rows into blocks of at most `most` rows, in order."""
         ...
 
     def last(self) -> Self:
-        """Changes restricted to the last position, [row, 1, D]."""
+        """The same changes at the last position only, [row, 1, D]."""
         ...
 
 
 @dataclass(frozen=True)
 class Senders:
-    """Sets of senders, each sender changed to its output in the corrupted run."""
+    """Sets of senders in path patching, each sender changed to its output in the corrupted run."""
 
     change: Tensor
-    """Output of each source in the corrupted run minus the clean run, [source, S, D]."""
+    """Output of each source in the corrupted run minus its output in the clean run, [source, S, D]."""
     chosen: Tensor
-    """Whether a source is a sender of a row, bool [row, source]."""
+    """Whether each source is a sender in each row, bool [row, source]."""
 
     @property
     def first_source(self) -> int:
-        """See `Sent`."""
+        """Index of the first source that is a sender in any row."""
         return int(self.chosen.any(0).nonzero()[0])
 
     def of(self, sources: slice) -> Tensor:
-        """See `Sent`."""
+        """Summed change of the residual stream by the senders among a range of sources, [row, S, D]."""
         weights = self.chosen[:, sources].to(self.change)
         change: Tensor = torch.tensordot(weights, self.change[sources], dims=1)
         return change
 
     def is_sender(self, source: int) -> Tensor:
-        """See `Sent`."""
+        """Whether a source is a sender in each row, bool [row]."""
         return self.chosen[:, source].to(self.change.device)
 
     def split(self, most: int) -> Iterator[Self]:
-        """See `Sent`."""
+        """Split the rows into blocks of at most `most` rows, in order."""
         return (type(self)(self.change, rows) for rows in self.chosen.split(most))
 
     def last(self) -> Self:
-        """See `Sent`."""
+        """The same senders with their changes at the last position only."""
         return type(self)(self.change[:, -1:], self.chosen)
 
 
 @dataclass(frozen=True)
 class Changes:
-    """One sender with several changes of its output."""
+    """One sender of path patching with several changes of its output, e.g. random ones for a null."""
 
     source: int
-    """The sender."""
+    """Index of the sender among the sources."""
     change: Tensor
-    """Difference to its output in the clean run, [row, S, D]."""
+    """Output of the sender in each row minus its output in the clean run, [row, S, D]."""
 
     @property
     def first_source(self) -> int:
-        """See `Sent`."""
+        """Index of the sender among the sources."""
         return self.source
 
     def of(self, sources: slice) -> Tensor:
-        """See `Sent`."""
+        """Change of the residual stream by a range of sources, [row, S, D]; zero without the sender."""
         return self.change if sources.start <= self.source < sources.stop else torch.zeros_like(self.change)
 
     def is_sender(self, source: int) -> Tensor:
-        """See `Sent`."""
-        # All rows have the one sender.
+        """Whether a source is the sender, bool [row]; the same for all rows."""
         return torch.full((len(self.change),), source == self.source, device=self.change.device)
 
     def split(self, most: int) -> Iterator[Self]:
-        """See `Sent`."""
+        """Split the rows into blocks of at most `most` rows, in order."""
         return (type(self)(self.source, rows) for rows in self.change.split(most))
 
     def last(self) -> Self:
-        """See `Sent`."""
+        """The same sender with its changes at the last position only."""
         return type(self)(self.source, self.change[:, -1:])
 
 
@@ -142,14 +144,14 @@ def patched_paths(
     mlps_held: bool = False,
     memory: int,
 ) -> Tensor:
-    """Logits at the last position with paths from each row of senders to receivers patched.
+    """Patch the paths from each set of senders to the receivers, and return the logits at the last position.
 
     Arguments:
         network: the network.
         layout: sources and destinations of the model.
         clean: clean run of one prompt (B = 1).
-        sent: changes of the senders.
-        receivers: destinations; either the logits alone, or any others.
+        sent: changes of the senders, one set of senders per row.
+        receivers: indices of destinations; either the logits alone, or any others.
         want: tokens whose logits are computed.
         mlps_held: whether MLPs are frozen at their clean output in pass 2.
         memory: bytes that may be allocated beside the arguments.
@@ -179,7 +181,7 @@ ReceiverInputs = dict[Place, tuple[list[int], Tensor]]
 
 
 class _SenderPass:
-    """Pass 2, computed as the difference of the stream to the clean run."""
+    """Pass 2: senders changed, other heads frozen. It computes differences of the stream to the clean run."""
 
     def __init__(
         self, network: SplitNetwork, layout: Layout, clean: EdgeSources, sent: Sent, mlps_held: bool
@@ -188,7 +190,7 @@ class _SenderPass:
         self._sent = sent
 
     def final(self) -> Tensor:
-        """Input of the final norm at the last position, [row, D]."""
+        """Residual stream that enters the final norm at the last position, [row, D]."""
         # Only heads mix positions and all of them are frozen, so the last position can be computed alone.
         self._sent = self._sent.last()
         change = self._sent.of(slice(0, 1))
@@ -222,7 +224,12 @@ class _SenderPass:
         return recorded
 
     def _after_layer(self, layer: int, change: Tensor) -> Tensor:
-        """Difference of the stream after a layer, from that before it, [row, S, D]."""
+        """Difference of the stream to the clean run after a layer, [row, S, D].
+
+        Arguments:
+            layer: layer index.
+            change: the difference before the layer, [row, S, D].
+        """
         mlp = self._layout.mlp(layer)
         # Saves the MLP of every layer below the first sender.
         if mlp < self._sent.first_source:
@@ -235,7 +242,12 @@ class _SenderPass:
         return after + response.masked_fill(self._sent.is_sender(mlp)[:, None, None], 0.0)
 
     def _mlp_output(self, layer: int, change: Tensor) -> Tensor:
-        """Output of an MLP, [row, S, D]; `change` is the difference of the stream before its layer."""
+        """Output of an MLP, [row, S, D].
+
+        Arguments:
+            layer: layer index.
+            change: difference of the stream to the clean run before the layer, [row, S, D].
+        """
         if not self._layout.parallel[layer]:
             change = change + self._sent.of(self._layout.heads(layer))
         stream = self._clean.streams.mlps[layer][:, -change.shape[1] :]
@@ -243,7 +255,7 @@ class _SenderPass:
 
 
 class _ReceiverTaps(PartTaps):
-    """Pass 3: inserts the recorded inputs of receivers, and leaves other heads as this pass computes them."""
+    """Pass 3: sets receivers to the inputs recorded in pass 2; all else is as this pass computes it."""
 
     def __init__(self, layout: Layout, inputs: ReceiverInputs) -> None:
         super().__init__({place: x for place, (heads, x) in inputs.items() if not heads})
@@ -252,7 +264,7 @@ class _ReceiverTaps(PartTaps):
         self._per_head_layers = {layer for _, layer in self._heads}
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """See `Taps`."""
+        """Return the value to continue with: the recorded input of a receiver, or x."""
         # Heads of a group share keys and values: where one of them receives, each needs its own.
         if kind in KINDS and layer in self._per_head_layers:
             x = _repeat_for_heads(x, self._layout)
@@ -263,7 +275,7 @@ class _ReceiverTaps(PartTaps):
         return super().__call__(kind, layer, x, allowed)
 
     def changes(self, layer: int | None, *kinds: str) -> bool:
-        """See `Taps`."""
+        """Whether a receiver is set at one of these hook points."""
         return any((kind, layer) in self._heads for kind in kinds) or super().changes(layer, *kinds)
 
 
@@ -275,7 +287,16 @@ def _receiver_pass(
     first_layer: int,
     want: Logits,
 ) -> Tensor:
-    """Logits [row, token] of pass 3; `first_layer` is the first layer with a receiver."""
+    """Pass 3: run the model with receivers set to their recorded inputs; returns logits [row, token].
+
+    Arguments:
+        network: the network.
+        layout: sources and destinations of the model.
+        clean: clean run of one prompt.
+        inputs: recorded inputs of the receivers.
+        first_layer: first layer with a receiver.
+        want: tokens whose logits are computed.
+    """
     rows = len(next(iter(inputs.values()))[1])
     taps = _ReceiverTaps(layout, inputs)
     stream = clean.streams.heads[first_layer].expand(rows, -1, -1)

@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Streams:
-    """Streams along a run, each [B, S, D]."""
+    """Residual stream of a run wherever a head, an MLP or the final norm reads it, each [B, S, D]."""
 
     heads: Sequence[Tensor]
     """By layer, the stream that heads read, before the norm."""
@@ -44,20 +44,20 @@ class Streams:
 
 @dataclass(frozen=True)
 class EdgeSources:
-    """A run with what each source adds to the stream."""
+    """A run of prompts, with what each source (embedding, head or MLP) adds to the residual stream."""
 
     streams: Streams
-    """What each part reads."""
+    """Residual stream wherever a head, an MLP or the final norm reads it."""
     added: Tensor
-    """What each source adds, [B, source, S, D]."""
+    """What each source adds to the stream, [B, source, S, D]."""
     z: Sequence[Tensor]
     """By layer, z of all heads, [B, head, S, d_head]."""
     keys: Mapping[int, tuple[Tensor, Tensor]]
-    """By layer, keys after rope, and values."""
+    """Layer -> (keys after RoPE, values), each [B, kv_head, S, d_head]."""
 
 
 class PromptsWithKeys(WholePrompts):
-    """Whole prompts that record keys and values of each layer."""
+    """Pass over whole prompts that records the keys and values of each layer."""
 
     def __init__(self, length: int, taps: PassTaps, device: torch.device) -> None:
         """Prepare a pass.
@@ -71,7 +71,7 @@ class PromptsWithKeys(WholePrompts):
         self.keys: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mixer: AttentionMixer) -> Tensor:
-        """See `History`."""
+        """Attention over the prompts, returning z; records keys and values of the layer."""
         self.keys[layer] = k, v
         return super().attend(layer, q, k, v, mixer)
 
@@ -79,7 +79,7 @@ class PromptsWithKeys(WholePrompts):
 def streams_of(
     network: SplitNetwork, layout: Layout, ids: Tensor, inserted: Mapping[Place, Tensor] | None = None
 ) -> Streams:
-    """Run token ids [B, S] and record the streams.
+    """Run prompts, and record the residual stream wherever a head, an MLP or the final norm reads it.
 
     Arguments:
         network: the network.
@@ -93,7 +93,7 @@ def streams_of(
 
 
 def sources_of(network: SplitNetwork, layout: Layout, ids: Tensor) -> EdgeSources:
-    """Run token ids [B, S] and record streams, z, keys and values, and what each source adds.
+    """Run prompts, and record streams, z, keys and values, and what each source adds to the stream.
 
     Arguments:
         network: the network.
@@ -117,20 +117,20 @@ def sources_of(network: SplitNetwork, layout: Layout, ids: Tensor) -> EdgeSource
 
 
 def written_by_heads(network: SplitNetwork, layer: int, z: Tensor) -> Tensor:
-    """What each head adds to the stream, [..., head, S, D], from z [..., head, S, d_head].
+    """What each head adds to the residual stream, [..., head, S, D].
 
     Arguments:
         network: the network.
         layer: layer index.
-        z: what each head has read, [..., head, S, d_head].
+        z: output of each head before the output projection, [..., head, S, d_head].
     """
     return torch.matmul(z, output_by_head(network, layer, z.shape[-3]))
 
 
 def constants(network: SplitNetwork, layout: Layout, ids: Tensor, z: Tensor) -> list[Tensor]:
-    """Part of the stream that no source adds: learned positions and biases of attention's output.
+    """Part of the residual stream that no source adds: learned positions and biases of attention's output.
 
-    Summed separately, so that a stream without any source is exactly this.
+    A stream without any source is exactly this.
 
     Arguments:
         network: the network.
@@ -139,7 +139,7 @@ def constants(network: SplitNetwork, layout: Layout, ids: Tensor, z: Tensor) -> 
         z: any z of one row, [1, head, S, d_head].
 
     Returns:
-        [S, D] for the heads of each layer, and last after all layers.
+        [S, D] as the heads of each layer read it, and as the last entry [S, D] after all layers.
     """
     history = WholePrompts(ids.shape[1], NO_TAPS, ids.device)
     totals = [network.embed(ids, history.positions)[STREAM][0] - network.embed(ids, None)[STREAM][0]]

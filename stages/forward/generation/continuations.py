@@ -40,7 +40,7 @@ class GenerationSettings:
     """
 
     max_tokens: int = option(
-        20, "Most new tokens of each prompt; a full context ends it earlier.", kind="count"
+        20, "Most new tokens of each prompt; a full context ends a continuation earlier.", kind="count"
     )
     temperature: float = option(
         0.0,
@@ -55,15 +55,15 @@ class GenerationSettings:
     top_k: int | None = option(None, "Number of most likely tokens to draw among.", kind="count")
     top_p: float | None = option(None, "Draw among the fewest tokens of this total probability.")
     stop: str | int | Sequence[str | int] = option(
-        (), "Token ids or texts that end a prompt's continuation; texts are looked for in what is generated."
+        (), "Token ids or texts that end a continuation; a text counts only in the generated text."
     )
     eos: int | Sequence[int] | None = option(
-        None, "Token ids that end a sequence; default those the model names, () for none."
+        None, "Token ids that end a sequence; default the end-of-sequence ids of the model, () for none."
     )
     cache: bool | None = option(
         None,
-        "Keep keys and values (True), or read all positions anew at each step (False); None keeps them where "
-        "the tokens are the same.",
+        "Cache keys and values (True), or compute all positions again at each step (False); None caches them "
+        "if the tokens are the same either way.",
     )
     capture_positions: Kept = option(
         "new",
@@ -74,7 +74,7 @@ class GenerationSettings:
     def __post_init__(self) -> None:
         as_count(self.max_tokens, "max_tokens")
         if not 0 <= as_number(self.temperature, "temperature") < float("inf"):
-            raise ConfigError(f"expected a temperature >= 0, found {self.temperature}")
+            raise ConfigError(f"expected a finite temperature >= 0, found {self.temperature}")
         if self.top_k is not None and as_count(self.top_k, "top_k", least=0) < 1:
             raise ConfigError(
                 f"expected top_k of at least 1, found {self.top_k}; leave it out for all tokens"
@@ -88,8 +88,8 @@ class GenerationSettings:
         require_flag(self.cache, "cache", optional=True)
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
             raise ConfigError(
-                "top_k and top_p choose among draws, but temperature 0 always takes the most likely token; "
-                "set a temperature > 0"
+                "top_k and top_p restrict random draws: expected a temperature > 0, found 0, which always "
+                "takes the most likely token; set temperature=1"
             )
         # A draw without a seed could not be repeated, so no result may depend on a global one.
         if self.temperature > 0 and self.seed is None:
@@ -102,47 +102,57 @@ class GenerationSettings:
             )
         if self.cache and self.capture_positions == "every":
             raise ConfigError(
-                "with cache=True a step computes the newest position only; capture only that "
-                "(capture_positions='new'), or compute every position anew (cache=False)"
+                "cache=True computes only the newest position of each step: expected "
+                "capture_positions='new', found 'every'; set capture_positions='new' or cache=False"
             )
 
     def seeds(self, prompts: int) -> list[int | None]:
-        """One seed per prompt, or None for each without a seed. PromptError for another number of seeds."""
+        """The seed of each prompt; None for each if no seed was set.
+
+        Arguments:
+            prompts: number of prompts.
+
+        Raises:
+            PromptError: for a list of seeds of another length.
+        """
         if self.seed is None:
             return [None] * prompts
         seeds = as_indices(self.seed, "seed")
         if np.ndim(self.seed) == 0:
             return [seeds[0]] * prompts
         if len(seeds) != prompts:
-            raise PromptError(f"expected one seed, or one for each of {prompts} prompts, found {len(seeds)}")
+            raise PromptError(
+                f"seed: expected one seed, or one for each of {prompts} prompts, found {len(seeds)} seeds"
+            )
         return list(seeds)
 
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """One prompt with its continuation."""
+    """One prompt with its generated continuation."""
 
     prompt: str | None
     """Text of the prompt without special tokens; None where the model has no tokenizer."""
     generated_text: str | None
-    """Text of the continuation, likewise."""
+    """Text of the continuation without special tokens; None where the model has no tokenizer."""
     prompt_ids: tuple[int, ...]
     """Token ids of the prompt."""
     generated_ids: tuple[int, ...]
-    """Token ids of the continuation, including the one that ended it."""
+    """Token ids of the continuation, including an end-of-sequence or stop token."""
     logprobs: tuple[float, ...]
     """Log-probability of each generated token, in nats."""
     finish_reason: Reason | None
-    """Why it ended: "eos", "stop" (an id or a string), "max_tokens", "context" (full); None if unfinished."""
+    """Why generation ended: "eos", "stop" (at a stop id or string), "max_tokens", or "context" (it is full);
+    None if it has not ended."""
 
     @property
     def full_text(self) -> str | None:
-        """Prompt and continuation; None where the model has no tokenizer."""
+        """Text of prompt and continuation; None where the model has no tokenizer."""
         return None if self.generated_text is None else (self.prompt or "") + self.generated_text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Token ids of prompt and continuation."""
+        """Token ids of the prompt, then of the continuation."""
         return self.prompt_ids + self.generated_ids
 
     @property
@@ -157,7 +167,7 @@ class GenerationResult:
 
     @property
     def generated_tokens(self) -> int:
-        """Number of generated tokens, including the one that ended it."""
+        """Number of generated tokens, including an end-of-sequence or stop token."""
         return len(self.generated_ids)
 
     @property
@@ -171,7 +181,7 @@ LINES = 8
 
 
 def _shown(text: str | None, ids: Sequence[int]) -> str:
-    """Text, or token ids without a tokenizer; long values are cut to their end."""
+    """A text in quotes, or token ids where there is no text; of long values only the end."""
     if text is not None:
         return repr(text if len(text) <= 120 else f"…{text[-119:]}")
     return str(list(ids)) if len(ids) <= 24 else f"[…, {', '.join(map(str, ids[-24:]))}]"
@@ -189,14 +199,14 @@ class Generation(Sequence[GenerationResult]):
         newest_only: bool,
         reading: str = "",
     ) -> None:
-        """Collect the results of a call.
+        """Collect the results of a call of `generate`.
 
         Arguments:
             results: one per prompt.
             captures: captured hook points.
-            captured: for each prompt, capture -> its activations by step.
+            captured: for each prompt, capture -> activations of each step.
             newest_only: whether steps captured only their newest position.
-            reading: how positions were computed, and why.
+            reading: whether steps used cached keys and values, and why not.
         """
         self._results = tuple(results)
         self._captures = tuple(captures)
@@ -204,22 +214,22 @@ class Generation(Sequence[GenerationResult]):
         self.newest_only = newest_only
         """Whether steps captured only their newest position; activations then have no position axis."""
         self.reading = reading
-        """"keys and values kept", or "every position anew" and the reason."""
+        """"keys and values kept", if steps used a cache; else "every position anew: " and the reason."""
 
     def __len__(self) -> int:
         return len(self._results)
 
     def __repr__(self) -> str:
         """A line for each of the first prompts: prompt, generated text, and why it ended."""
-        lines = [
+        lines = [f"Generation of {len(self)} prompts"]
+        lines += [
             f"  {_shown(result.prompt, result.prompt_ids)} -> "
             f"{_shown(result.generated_text, result.generated_ids)} ({result.finish_reason})"
             for result in self._results[:LINES]
         ]
-        more = len(self) - len(lines)
-        return "\n".join(
-            [f"Generation of {len(self)} prompts", *lines, *([f"  and {more} more"] if more else [])]
-        )
+        if len(self) > LINES:
+            lines.append(f"  and {len(self) - LINES} more")
+        return "\n".join(lines)
 
     @overload
     def __getitem__(self, index: int) -> GenerationResult: ...
@@ -247,7 +257,7 @@ class Generation(Sequence[GenerationResult]):
         Arguments:
             point: HookPoint or its string form.
             prompt: index of the prompt.
-            when: as for `HookCache.get`.
+            when: "after" or "before" the interventions at the point; None prefers "after".
 
         Raises:
             HookPointNotFound: for a point that was not captured.
@@ -256,14 +266,14 @@ class Generation(Sequence[GenerationResult]):
         steps = self._captured[prompt][capture]
         shape = tuple(max(sizes) for sizes in zip(*(step.shape for step in steps), strict=True))
         # Keys grow with every step, so earlier steps have fewer; the rest stays NaN.
-        full = steps[0].new_full((len(steps), *shape), float("nan"))
+        padded = steps[0].new_full((len(steps), *shape), float("nan"))
         for number, step in enumerate(steps):
-            filled: tuple[Any, ...] = (number, *(slice(size) for size in step.shape))
-            full[filled] = step
-        return full
+            region: tuple[Any, ...] = (number, *(slice(size) for size in step.shape))
+            padded[region] = step
+        return padded
 
     def dims_of(self, point: HookPoint) -> tuple[str, ...]:
-        """Axes of `activations`, "step" first."""
+        """Names of the axes that `activations` returns for a hook point, "step" first."""
         newest = ("position", "query_position") if self.newest_only else ()
         return ("step", *(axis for axis in point.dims[1:] if axis not in newest))
 
@@ -283,14 +293,19 @@ class Generation(Sequence[GenerationResult]):
             logprobs[row, : result.generated_tokens] = result.logprobs
         counts = np.array([result.prompt_tokens for result in self._results], np.int32)
         # The logits of position p give token p + 1, so step 0 reads the last position of the prompt.
-        read = np.where(ids >= 0, counts[:, None] - 1 + np.arange(steps, dtype=np.int32), -1)
+        positions_read = counts[:, None] - 1 + np.arange(steps, dtype=np.int32)
+        positions_read = np.where(ids >= 0, positions_read, -1)
         dataset = xr.Dataset(
             {
                 "token_id": (("prompt", "step"), ids, {"long_name": "generated tokens, -1 past the end"}),
                 "logprob": (("prompt", "step"), logprobs, {"units": "nats", "long_name": "of each token"}),
             },
             {
-                "position_read": (("prompt", "step"), read, {"long_name": "newest position of each step"}),
+                "position_read": (
+                    ("prompt", "step"),
+                    positions_read,
+                    {"long_name": "newest position of each step"},
+                ),
                 "prompt_tokens": ("prompt", counts),
             },
         )
@@ -312,21 +327,16 @@ class Generation(Sequence[GenerationResult]):
             for capture in captures
         }
         shape = tuple(max(sizes) for sizes in zip(*(part.shape[1:] for part in parts.values()), strict=True))
-        full = np.full((len(self), steps, len(layers) or 1, *shape), np.nan, np.float32)
+        padded = np.full((len(self), steps, len(layers) or 1, *shape), np.nan, np.float32)
         for (row, layer), part in parts.items():
-            row_of_layer = 0 if layer is None else layers.index(layer)
-            filled: tuple[Any, ...] = (
-                row,
-                slice(len(part)),
-                row_of_layer,
-                *(slice(size) for size in part.shape[1:]),
-            )
-            full[filled] = part
-        step, *rest = self.dims_of(captures[0].point)
+            layer_index = 0 if layer is None else layers.index(layer)
+            sizes = tuple(slice(size) for size in part.shape[1:])
+            padded[(row, slice(len(part)), layer_index, *sizes)] = part
+        step, *other_dims = self.dims_of(captures[0].point)
         if not layers:
-            return xr.DataArray(full[:, :, 0], dims=("prompt", step, *rest), name=variable)
-        dims = ("prompt", step, "layer", *rest)
-        return xr.DataArray(full, dims=dims, coords={"layer": layers}, name=variable)
+            return xr.DataArray(padded[:, :, 0], dims=("prompt", step, *other_dims), name=variable)
+        dims = ("prompt", step, "layer", *other_dims)
+        return xr.DataArray(padded, dims=dims, coords={"layer": layers}, name=variable)
 
     def _find(self, point: HookPoint, when: When | None) -> Capture:
         candidates: list[When] = ["after", "before"] if when is None else [when]
@@ -337,6 +347,6 @@ class Generation(Sequence[GenerationResult]):
         near = nearest(str(point), names)
         hint = f", nearest is {near!r}" if near else ""
         raise HookPointNotFound(
-            f"{str(point)!r} was not captured{hint}; this generation holds {len(names)} hook points. Add it "
-            f"to the HookSpec: .capture({str(point)!r})"
+            f"expected a captured hook point, found {str(point)!r}, which is none of the {len(names)} "
+            f"captured ones{hint}; add .capture({str(point)!r}) to the HookSpec"
         )

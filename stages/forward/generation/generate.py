@@ -51,26 +51,28 @@ from .stopping import GeneratedText, Reason, Stop, end_ids
 
 __all__ = ["NewToken", "TokenStream", "generate"]
 
+# Words of `Generation.reading`: an attribute of stored generations, whose content must not change.
 CACHED = "keys and values kept"
 NOT_CACHED = "nothing is kept of a pass through transformers"
 
 
 @dataclass(frozen=True)
 class NewToken:
-    """A token just chosen."""
+    """A token that was just generated, for showing text as it grows."""
 
     prompt: int
-    """Index of the prompt that it continues."""
+    """Index of the prompt that the token continues."""
     step: int
-    """Index among the new tokens of that prompt."""
+    """Index of the token among the new tokens of the prompt."""
     token_id: int
-    """The token."""
+    """Id of the token."""
     text: str
-    """Text that can be shown now; may be empty, or of earlier tokens as well."""
+    """Text that can be shown now: empty inside a character or a possible stop string, and may include text
+    that was held back before."""
     logprob: float
-    """Log-probability in nats."""
+    """Log-probability of the token, in nats."""
     finish_reason: Reason | None
-    """Reason that ended the sequence at this token; None while it continues."""
+    """Why the continuation ended at this token; None while it goes on."""
 
 
 @takes_options(GenerationSettings)
@@ -85,31 +87,33 @@ def generate(
 ) -> Generation:
     """Continue each prompt, token by token.
 
-    Prompts of one length share batches without padding; each gives what it would give alone.
+    Prompts of one length share batches without padding; the result of each is the same as alone.
 
     Arguments:
         model: a loaded model.
-        prompts: as for `Model.forward`.
+        prompts: texts or token ids, in any form that `Model.tokenize` accepts.
         hooks: interventions act at every step on positions of the grown sequence: -1 is the newest position
             of each step, and a position that does not exist yet is skipped. Captures are stored per step
             (`capture_positions`).
         on_token: called with every new token.
         recurrent: layers to repeat at every step, with feedback at positions of each prompt; with
             ``cache=True`` a position gets feedback once, when it is new.
-        options: see below.
+        options: sampling, stopping, caching and capture options, listed below.
 
     Raises:
-        PromptError, HookPointNotFound, InterventionError, ConfigError: before anything is computed.
+        PromptError, HookPointNotFound, InterventionError, ConfigError: for invalid arguments, before anything
+            is computed.
     """
     if on_token is not None and not callable(on_token):
         raise ConfigError(
-            f"expected on_token as a function of a token, found {shown(on_token)}; leave it out"
+            f"expected on_token as a function of a NewToken, found {shown(on_token)}; pass a function, or "
+            "leave it out"
         )
     (values,) = split_options("generate", options, GenerationSettings)
     stream = TokenStream(model, prompts, hooks, GenerationSettings(**values), recurrent)
-    for new in stream:
+    for new_token in stream:
         if on_token is not None:
-            on_token(new)
+            on_token(new_token)
     return stream.result()
 
 
@@ -117,7 +121,7 @@ class Reader(Protocol):
     """Computes next-token logits of sequences of one length, step by step."""
 
     def read(self, rows: Sequence[Sequence[int]], sink: Sink) -> Tensor:
-        """Logits [B, vocab] at the last position; captured activations go to `sink`.
+        """Compute the logits [batch, vocab] at the last position, and pass captured activations to `sink`.
 
         Arguments:
             rows: token ids of whole sequences, all of one length.
@@ -126,21 +130,25 @@ class Reader(Protocol):
         ...
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop finished sequences: continue with the given batch rows."""
+        """Drop finished sequences from the batch.
+
+        Arguments:
+            rows: batch indices of the sequences that continue.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Rereader:
-    """Computes all positions of a sequence at each step."""
+    """Computes all positions of a sequence at each step, without a cache."""
 
     model: Model
-    """The model."""
+    """The model that computes."""
     spec: BoundSpec
-    """Spec for the final length of the sequence."""
+    """Captures and interventions, for the final length of the sequence."""
 
     def read(self, rows: Sequence[Sequence[int]], sink: Sink) -> Tensor:
-        """See `Reader`.
+        """Compute the logits [batch, vocab] at the last position, and pass captured activations to `sink`.
 
         Arguments:
             rows: token ids of whole sequences, all of one length.
@@ -161,14 +169,14 @@ class CachedReader:
         """Start with an empty cache.
 
         Arguments:
-            model: the model.
-            spec: spec for the final length of the sequence.
+            model: the model that computes.
+            spec: captures and interventions, for the final length of the sequence.
         """
         self._model, self._spec = model, spec
         self.cache = Cache()
 
     def read(self, rows: Sequence[Sequence[int]], sink: Sink) -> Tensor:
-        """See `Reader`; captured activations are those of the new positions only.
+        """Compute the logits [batch, vocab] at the last position from the cache and the new positions.
 
         Arguments:
             rows: token ids of whole sequences, all of one length.
@@ -183,7 +191,11 @@ class CachedReader:
         return self._model.read_on(rows, self.cache, taps)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """See `Reader`."""
+        """Drop finished sequences from the cache.
+
+        Arguments:
+            rows: batch indices of the sequences that continue.
+        """
         self.cache.keep(rows)
 
 
@@ -194,29 +206,29 @@ class _Sequence:
     number: int
     """Index of the prompt."""
     prompt: str | None
-    """Its text; None where token ids were passed."""
+    """Text of the prompt; None if token ids were passed."""
     ids: list[int]
     """Token ids of prompt and continuation."""
     limit: int
-    """Most new tokens."""
+    """Largest number of new tokens."""
     generator: torch.Generator | None
     """Source of randomness; None for greedy decoding."""
     text: GeneratedText | None
     """Generated text; None without a tokenizer."""
     start: int = 0
-    """Tokens of the prompt."""
+    """Number of tokens of the prompt."""
     logprobs: list[float] = field(default_factory=list)
-    """Log-probability of each new token, nats."""
+    """Log-probability of each new token, in nats."""
     finish_reason: Reason | None = None
-    """Why it ended; None before."""
+    """Why the continuation ended; None while it goes on."""
     captured: dict[Capture, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    """Captured activations per step."""
+    """Capture -> activations of each step."""
 
 
 class TokenStream:
     """Iterator over the new tokens of a generation; `result` returns texts and activations.
 
-    At every step, prompts come in turn. Arguments as for `generate`.
+    Each step yields one token of each unfinished prompt, in the order of the prompts.
     """
 
     def __init__(
@@ -227,14 +239,17 @@ class TokenStream:
         settings: GenerationSettings | None = None,
         recurrent: RecurrentPass | None = None,
     ) -> None:
-        """Check a generation; nothing is computed until it is iterated.
+        """Check the arguments of a generation; tokens are computed when it is iterated.
 
         Arguments:
             model: a loaded model.
-            prompts: as for `Model.forward`.
-            hooks: see `generate`.
+            prompts: texts or token ids, in any form that `Model.tokenize` accepts.
+            hooks: captures and interventions, as for `generate`.
             settings: sampling, stopping, caching and captures; None for the defaults.
-            recurrent: see `generate`.
+            recurrent: layers to repeat at every step; None for a plain pass.
+
+        Raises:
+            PromptError, HookPointNotFound, InterventionError, ConfigError: for invalid arguments.
         """
         require_model(model)
         require_recurrent(recurrent)
@@ -242,8 +257,8 @@ class TokenStream:
         self._model = model
         if not model.config.continues:
             raise ConfigError(
-                f"expected a causal language model to continue texts, found {model.name}, whose logits are "
-                "not of the next token; read them at the positions of interest: forward(prompts)"
+                f"generate: expected a model whose logits predict the next token, found {model.name}, whose "
+                "logits do not; read them with model.forward(prompts)"
             )
         # Every token would read every streamed layer from disk again.
         model.require_all_weights("text, token by token")
@@ -259,9 +274,10 @@ class TokenStream:
         """Bound spec by length of the prompt."""
         eos = end_tokens(model) if self.settings.eos is None else self.settings.eos
         self._stop = Stop.of(self.settings.stop, eos)
-        if above := [token for token in self._stop.ids if token >= model.config.vocab_size]:
+        if too_large := [token for token in self._stop.ids if token >= model.config.vocab_size]:
             raise ConfigError(
-                f"expected stop ids in 0..{model.config.vocab_size - 1}, found {above[0]}; remove it"
+                f"stop: expected token ids in 0..{model.config.vocab_size - 1}, found {too_large[0]}; remove "
+                "it"
             )
         if self._stop.strings:
             model.tokenizer  # noqa: B018 - raises for a model without tokenizer, which cannot find strings
@@ -279,7 +295,7 @@ class TokenStream:
         return self._tokens
 
     def result(self) -> Generation:
-        """Results so far; complete once the iteration has ended."""
+        """The texts and activations so far; they are complete when the iteration has ended."""
         return Generation(
             [self._result_of(sequence) for sequence in self._sequences],
             self._captures,
@@ -293,8 +309,8 @@ class TokenStream:
         room = context - len(ids)
         if room < 1:
             raise PromptError(
-                f"expected a prompt that leaves room to generate, found prompt {number} with {len(ids)} of "
-                f"the {context} positions that {self._model.name} has; shorten it"
+                f"expected a prompt shorter than the context of {self._model.name}, {context} tokens, found "
+                f"prompt {number} with {len(ids)}; shorten it"
             )
         tokenizer = self._model._tokenizer
         text = None if tokenizer is None else GeneratedText(tokenizer, ids, self._stop.strings)
@@ -307,8 +323,12 @@ class TokenStream:
         """Check interventions at the length of the prompt and at the longest length that may be reached."""
         for length, spec in self._specs.items():
             # The last new token is never read: a sequence ends when it is chosen.
-            last = max(s.start + s.limit - 1 for s in self._sequences if s.start == length)
-            self._model.check(spec, LAST_LOGITS, batch=1, length=last)
+            longest = max(
+                sequence.start + sequence.limit - 1
+                for sequence in self._sequences
+                if sequence.start == length
+            )
+            self._model.check(spec, LAST_LOGITS, batch=1, length=longest)
             self._model.check(spec_so_far(spec, length), LAST_LOGITS, batch=1, length=length)
 
     def _reader(self, length: int) -> Reader:
@@ -316,13 +336,17 @@ class TokenStream:
         return reader(self._model, self._specs[length])
 
     def _choose_reading(self) -> str:
-        """`CACHED`, or "every position anew" and the reason."""
+        """Say whether keys and values are cached: `CACHED`, or "every position anew: " and the reason.
+
+        Raises:
+            ConfigError: where the user set cache=True and no cache is possible.
+        """
         spec = next(iter(self._specs.values()))  # they differ by positions alone
         if self.settings.cache:
             if spec.order is not None:
-                raise ConfigError(f"expected cache=None or False, found True: {REPEATED_LAYERS}")
+                raise ConfigError(f"expected cache=None or cache=False, found True: {REPEATED_LAYERS}")
             if not self._model.config.keeps_keys(1, 2):
-                raise ConfigError(f"expected cache=None or False, found True: {NOT_CACHED}")
+                raise ConfigError(f"expected cache=None or cache=False, found True: {NOT_CACHED}")
             return CACHED
         reason = "as asked" if self.settings.cache is False else why_uncached(spec)
         if reason is None and not self._model.config.keeps_keys(1, 2):
@@ -379,7 +403,7 @@ class TokenStream:
         return NewToken(sequence.number, step, token, shown, logprob, reason)
 
     def _sink(self, members: Sequence[_Sequence]) -> Sink:
-        """A sink that stores the selected positions of each captured tensor."""
+        """A function that stores each captured tensor: all positions, or only the newest one."""
         newest_only = self.settings.capture_positions == "new"
 
         def keep(capture: Capture, value: Tensor) -> None:
@@ -415,7 +439,7 @@ class TokenStream:
 
 
 def narrowed(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None) -> Tensor:
-    """Logits [vocab] with -inf for every token that must not be drawn.
+    """Restrict a draw to the most likely tokens: logits [vocab] with -inf for all other tokens.
 
     Arguments:
         logits: [vocab].
@@ -439,7 +463,7 @@ def narrowed(logits: Tensor, temperature: float, top_k: int | None, top_p: float
 
 
 def end_tokens(model: Model) -> tuple[int, ...]:
-    """Ids that end a sequence, from the files of a model; from its tokenizer where the files are gone."""
+    """End-of-sequence token ids of a model, from its files; from its tokenizer if the files are gone."""
     tokenizer = model._tokenizer
     if model.identity is not None:
         try:

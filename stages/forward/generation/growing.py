@@ -51,13 +51,13 @@ def why_uncached(spec: BoundSpec) -> str | None:
     if spec.order is not None:
         return REPEATED_LAYERS
     for point, change in spec.interventions:
-        reason = _reason(point, change)
+        reason = _why_uncached(point, change)
         if reason is not None:
             return f"{type(change).__name__} at '{point}' {reason}"
     return None
 
 
-def _reason(point: HookPoint, change: Any) -> str | None:
+def _why_uncached(point: HookPoint, change: Any) -> str | None:
     if change.needs_all_positions:
         return "looks at all positions"
     if isinstance(change, AddAtPositions):
@@ -92,11 +92,17 @@ def so_far(point: HookPoint, change: Intervention, length: int) -> Intervention 
     if isinstance(change, Knockout | Steer | SetValue):
         edges = tuple(edge for edge in change.edges if _exists(edge, length))
         return _shortened(change, len(edges) < len(change.edges), bool(edges), edges=edges)
-    return _selected(point, change, length) if isinstance(change, Replace | Add | Scale | Zero) else change
+    if isinstance(change, Replace | Add | Scale | Zero):
+        return _at_existing_positions(point, change, length)
+    return change
 
 
-def _selected(point: HookPoint, change: Any, length: int) -> Intervention | None:
-    """A selective intervention on the positions that exist, with their rows of its payload."""
+def _at_existing_positions(point: HookPoint, change: Any, length: int) -> Intervention | None:
+    """Restrict an intervention, and the rows of its tensor, to the positions that exist already.
+
+    Returns:
+        The restricted intervention; None if none of its positions exists.
+    """
     positions: tuple[int, ...] | None = change.positions
     existing = None if positions is None else [i for i, position in enumerate(positions) if position < length]
     if existing == []:
@@ -104,22 +110,22 @@ def _selected(point: HookPoint, change: Any, length: int) -> Intervention | None
     fields: dict[str, Any] = {}
     if existing is not None and positions is not None and len(existing) < len(positions):
         fields["positions"] = tuple(positions[i] for i in existing)
-    value = getattr(change, "payload", None)
-    if value is not None:
-        cut = _rows(value, point, existing, length)
-        if tuple(cut.shape) != tuple(value.shape):
-            fields["value"] = cut
+    tensor = getattr(change, "payload", None)
+    if tensor is not None:
+        existing_rows = _existing_rows(tensor, point, existing, length)
+        if tuple(existing_rows.shape) != tuple(tensor.shape):
+            fields["value"] = existing_rows
     return _shortened(change, bool(fields), True, **fields)
 
 
-def _rows(value: Any, point: HookPoint, entries: Sequence[int] | None, length: int) -> Any:
-    """Cut a payload's position axes to existing positions.
+def _existing_rows(value: Any, point: HookPoint, entries: Sequence[int] | None, length: int) -> Any:
+    """Cut the position axes of an intervention's tensor to existing positions.
 
     Arguments:
-        value: payload; its axes count from the end, as in broadcasting.
+        value: the tensor; its axes count from the end, as in broadcasting.
         point: hook point of the intervention.
-        entries: rows of existing positions where positions are selected; None where they are not.
-        length: positions of the sequence.
+        entries: rows of the existing positions if the intervention selects positions; None if it does not.
+        length: positions of the sequence so far.
     """
     selected = entries
     for axis in (name for name in point.dims if name in _POSITION_AXES):
@@ -137,7 +143,14 @@ def _exists(edge: Edge, length: int) -> bool:
 
 
 def _shortened(change: Any, is_cut: bool, is_left: bool, **fields: Any) -> Intervention | None:
-    """Replace cut fields of an intervention; None if no position or edge is left."""
+    """A copy of an intervention with shortened fields.
+
+    Arguments:
+        change: the intervention.
+        is_cut: whether the fields are shorter than those of `change`; else it is returned itself.
+        is_left: whether any position or edge is left; else the result is None.
+        fields: name -> shortened value.
+    """
     if not is_left:
         return None
     shortened: Intervention = replace(change, **fields) if is_cut else change

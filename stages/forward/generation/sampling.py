@@ -16,7 +16,7 @@ from ....store.errors import PromptError
 def sample_token(
     logits: Tensor, *, temperature: float = 0.0, generator: torch.Generator | None = None
 ) -> int:
-    """A token id from logits [vocab].
+    """Choose the next token: the most likely one, or a random draw.
 
     Arguments:
         logits: [vocab], of one prompt and position.
@@ -29,19 +29,24 @@ def sample_token(
     """
     if logits.ndim != 1 or not len(logits):
         raise PromptError(
-            f"expected logits of shape [vocab], found {list(logits.shape)}; take one prompt and one position"
+            f"sample_token: expected logits of shape [vocab], found {list(logits.shape)}; select one prompt "
+            "and one position"
         )
     if not math.isfinite(temperature) or temperature < 0:
-        raise PromptError(f"expected a temperature >= 0, found {temperature}")
+        raise PromptError(f"sample_token: expected a finite temperature >= 0, found {temperature}")
     logits64 = logits.detach().double().cpu()
     if bool(logits64.isnan().any()):
         raise PromptError(
-            "expected logits, found NaN; is this the position of a shorter prompt of the batch?"
+            "sample_token: expected logits without NaN, found NaN; positions past the end of a prompt hold "
+            "NaN, so select one of its own positions"
         )
     if temperature == 0:
         return int((logits64 == logits64.max()).nonzero()[0])
     if generator is None:
-        raise PromptError("expected generator=torch.Generator().manual_seed(…) to draw a token, found none")
+        raise PromptError(
+            "sample_token: expected a generator to draw a token, found none; pass "
+            "generator=torch.Generator().manual_seed(0)"
+        )
     # Inverse transform sampling: one uniform number per token, whatever the vocabulary size.
     # `torch.multinomial` draws other tokens on other devices.
     cumulative = torch.softmax(logits64 / temperature, dim=-1).cumsum(0)
@@ -51,12 +56,15 @@ def sample_token(
 
 
 def token_probability(logits: Tensor, token: int) -> float:
-    """softmax(logits)[token] for logits [vocab]; PromptError for an id out of range.
+    """Probability of a token, softmax(logits)[token].
 
     Arguments:
         logits: [vocab], of one prompt and position.
         token: token id.
+
+    Raises:
+        PromptError: for a token id out of range.
     """
     if not 0 <= token < len(logits):
-        raise PromptError(f"expected a token id in 0..{len(logits) - 1}, found {token}")
+        raise PromptError(f"token_probability: expected a token id in 0..{len(logits) - 1}, found {token}")
     return float(torch.softmax(logits.detach().double(), dim=-1)[token])

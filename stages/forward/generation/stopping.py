@@ -31,22 +31,22 @@ differently (SentencePiece drops its leading space)."""
 
 @dataclass(frozen=True)
 class Stop:
-    """Ids and strings that end a generation."""
+    """Token ids and strings that end a generation."""
 
     eos: frozenset[int] = frozenset()
-    """End-of-sequence ids of the model."""
+    """End-of-sequence token ids of the model."""
     ids: frozenset[int] = frozenset()
-    """Stop ids of the user."""
+    """Token ids at which the user wants to stop."""
     strings: tuple[str, ...] = ()
-    """Stop strings of the user."""
+    """Strings in the generated text at which the user wants to stop."""
 
     @classmethod
     def of(cls, stop: str | int | Sequence[str | int], eos: int | Iterable[int]) -> Stop:
-        """A Stop from mixed strings and ids.
+        """Sort stop strings and token ids, as a user passes them, into a `Stop`.
 
         Arguments:
-            stop: stop strings and stop ids, in any order.
-            eos: end-of-sequence ids.
+            stop: stop strings and token ids, in any order.
+            eos: end-of-sequence token ids.
 
         Raises:
             ConfigError: for an empty string, or ids that are no integers of at least 0.
@@ -55,33 +55,34 @@ class Stop:
         for token in ends:
             if isinstance(token, bool) or not isinstance(token, int | np.integer) or token < 0:
                 raise ConfigError(
-                    f"expected eos to hold token ids, found {token!r}; pass eos=() to end at none"
+                    f"eos: expected token ids, found {token!r}; pass eos=() to generate past every end token"
                 )
         stops = as_list(stop)
         for item in stops:
             if isinstance(item, bool) or not isinstance(item, str | int) or item == "":
-                raise ConfigError(f"expected stop to hold texts and token ids, found {item!r}; remove it")
+                raise ConfigError(f"stop: expected texts and token ids, found {item!r}; remove it")
             if isinstance(item, int) and item < 0:
-                raise ConfigError(f"expected stop ids counted from 0, found {item}; remove it")
+                raise ConfigError(f"stop: expected token ids of at least 0, found {item}; remove it")
         strings = tuple(dict.fromkeys(item for item in stops if isinstance(item, str)))
-        return cls(frozenset(map(int, ends)), frozenset(i for i in stops if isinstance(i, int)), strings)
+        ids = frozenset(item for item in stops if isinstance(item, int))
+        return cls(frozenset(map(int, ends)), ids, strings)
 
     def reason(self, token: int) -> Reason | None:
-        """Finish reason of a token: "eos" or "stop"; None if generation continues."""
+        """Why a generated token ends the generation: "eos" or "stop"; None if generation continues."""
         if token in self.eos:
             return "eos"
         return "stop" if token in self.ids else None
 
 
 class GeneratedText:
-    """The growing text of generated tokens.
+    """Text of the tokens generated so far.
 
     A character, or a stop string, may be spread over several tokens. Text that may still become part of
-    either is held back, so that nothing is shown that the final text does not contain.
+    one of them is held back, so that nothing is shown that the final text does not contain.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
-        """Start after a prompt.
+        """Begin an empty text that follows a prompt.
 
         Arguments:
             tokenizer: tokenizer of the model.
@@ -94,26 +95,31 @@ class GeneratedText:
         self._anchor, self._settled = 0, len(self._ids)
         self._shown = 0
         self.text = ""
-        """Settled text without special tokens, up to a stop string."""
+        """Generated text without special tokens and unfinished characters, up to a stop string."""
         self.is_stopped = False
+        """Whether the text contained a stop string."""
 
     def push(self, token: int) -> str:
-        """Add a token and return the text that can be shown now."""
+        """Add a token, and return the text that can be shown now; it may be empty.
+
+        Arguments:
+            token: id of the generated token.
+        """
         if self._has_text(token):
             self._ids.append(token)
-        whole = self._decoded(None)
+        decoded = self._decoded(None)
         # A trailing replacement character may become a real one with the next token.
-        if not whole.endswith(_UNFINISHED):
-            self._settle(whole)
-        self._cut()
-        return self._show(len(self.text) - self._held_back())
+        if not decoded.endswith(_UNFINISHED):
+            self._append_new_text(decoded)
+        self._cut_at_stop_string()
+        return self._take_shown(len(self.text) - self._held_back())
 
     def finish(self) -> str:
-        """The rest of the text, including an unfinished character."""
+        """Return the text that was held back, including an unfinished character."""
         if not self.is_stopped:
-            self._settle(self._decoded(None))
+            self._append_new_text(self._decoded(None))
         # Nothing can complete a stop string any more, so text that was held back is shown.
-        return self._show(len(self.text))
+        return self._take_shown(len(self.text))
 
     def _has_text(self, token: int) -> bool:
         return self._tokenizer.decode_token(token) != ""
@@ -121,15 +127,15 @@ class GeneratedText:
     def _decoded(self, end: int | None) -> str:
         return self._tokenizer.decode(self._ids[self._anchor : end], keep_special=False)
 
-    def _settle(self, whole: str) -> None:
-        before = self._decoded(self._settled)
+    def _append_new_text(self, decoded: str) -> None:
+        earlier = self._decoded(self._settled)
         # A prompt may end inside a character: its replacement character then turns into a real one.
-        if not whole.startswith(before):
-            before = before.rstrip(_UNFINISHED)
-        self.text += whole[len(before) :]
+        if not decoded.startswith(earlier):
+            earlier = earlier.rstrip(_UNFINISHED)
+        self.text += decoded[len(earlier) :]
         self._anchor, self._settled = self._settled, len(self._ids)
 
-    def _cut(self) -> None:
+    def _cut_at_stop_string(self) -> None:
         # Text already shown contains no start of a stop string, as that would have been held back.
         starts = [at for at in (self.text.find(stop, self._shown) for stop in self._stops) if at >= 0]
         if starts:
@@ -142,29 +148,30 @@ class GeneratedText:
         sizes = (k for stop in self._stops for k in range(1, len(stop)) if self.text.endswith(stop[:k]))
         return max(sizes, default=0)
 
-    def _show(self, end: int) -> str:
+    def _take_shown(self, end: int) -> str:
+        """The text up to `end` that was not returned before; it then counts as shown."""
         new, self._shown = self.text[self._shown : end], max(self._shown, end)
         return new
 
 
 def end_ids(files: ModelFiles, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Ids that end a sequence, from config.json, generation_config.json and the tokenizer of a model.
+    """End-of-sequence token ids in config.json, generation_config.json and the tokenizer of a model, sorted.
 
     Arguments:
         files: files of the model.
         tokenizer: tokenizer of the model; None without one.
     """
-    ids = _ids(files.config)
+    ids = _eos_token_ids(files.config)
     path = files.directory / "generation_config.json"
     if require_content(path, ConfigError):
         # Chat models often name their end-of-turn token only there.
-        ids |= _ids(json_object(path, ConfigError))
+        ids |= _eos_token_ids(json_object(path, ConfigError))
     if tokenizer is not None and tokenizer.eos_id is not None:
         ids.add(tokenizer.eos_id)
     return tuple(sorted(ids))
 
 
-def _ids(config: Any) -> set[int]:
+def _eos_token_ids(config: Any) -> set[int]:
     value = config.get("eos_token_id") if isinstance(config, dict) else None
     values = value if isinstance(value, list) else [value]
     # null and missing keys name no token.

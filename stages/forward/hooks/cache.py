@@ -51,7 +51,7 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
         """Logits [batch, position, vocab], or the selected positions and tokens; raises HookPointNotFound."""
         if self._logits is None:
             raise HookPointNotFound(
-                "expected logits, found a pass that computed none (want=None); call forward(..., "
+                "expected a pass that computed logits, found one with want=None; call model.forward(…, "
                 "want=mizarr.logits())"
             )
         return self._logits
@@ -63,7 +63,7 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each prompt; later positions are NaN in every array."""
+        """Number of tokens of each prompt; positions past the end of a prompt are NaN in every array."""
         return [len(row) for row in self.tokens]
 
     @property
@@ -88,7 +88,7 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
         return default
 
     def require(self, point: HookPoint | str, *, when: When | None = None) -> Tensor:
-        """The captured value at a hook point; see `get`.
+        """The captured value at a hook point, as a tensor with the axes of the hook point.
 
         Arguments:
             point: HookPoint or its string form, with ``grad:`` for a gradient.
@@ -103,8 +103,8 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
             near = nearest(str(point), names)
             hint = f", nearest is {near!r}" if near else ""
             raise HookPointNotFound(
-                f"{str(point)!r} was not captured{hint}; this pass holds {len(names)} hook points. Add it to "
-                f"the HookSpec: .capture({str(point)!r})"
+                f"expected a captured hook point, found {str(point)!r}, which is none of the {len(names)} "
+                f"captured ones{hint}; add .capture({str(point)!r}) to the HookSpec"
             )
         return value
 
@@ -135,22 +135,24 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
             layers.setdefault(capture.variable, [])
             if capture.point.layer is not None:
                 layers[capture.variable].append(capture.point.layer)
-        # Reversed, so that of several layers the first one captured gives the shape.
-        first = {capture.variable: capture for capture in reversed(self._captured)}
-        rows: list[tuple[str, ...]] = [
-            (
-                capture_name(BY_NAME[first[name].point.kind].path.format("*"), first[name].is_gradient),
-                first[name].when,
-                ", ".join(map(str, sorted(indices))),
-                ", ".join(first[name].point.dims),
-                *_shape(self._captured[first[name]]),
+        rows: list[tuple[str, ...]] = []
+        for variable, indices in layers.items():
+            # The first captured layer stands for all: their shapes are equal.
+            example = next(capture for capture in self._captured if capture.variable == variable)
+            any_layer = BY_NAME[example.point.kind].path.format("*")
+            rows.append(
+                (
+                    capture_name(any_layer, example.is_gradient),
+                    example.when,
+                    ", ".join(map(str, sorted(indices))),
+                    ", ".join(example.point.dims),
+                    *_shape_and_dtype(self._captured[example]),
+                )
             )
-            for name, indices in layers.items()
-        ]
         if self._logits is not None:
-            rows.append(("logits", "", "", "batch, position, vocab", *_shape(self._logits)))
+            rows.append(("logits", "", "", "batch, position, vocab", *_shape_and_dtype(self._logits)))
         lengths = ", ".join(map(str, sorted(set(self.lengths))))
-        columns = ["hook point", "interventions", "layers", "dims", "shape", "dtype"]
+        columns = ["hook point", "captured before or after interventions", "layers", "dims", "shape", "dtype"]
         caption = f"{len(self.tokens)} prompts of {lengths} tokens"
         return html.shown("HookCache", html.table(columns, rows), caption)
 
@@ -181,7 +183,7 @@ def _without_shared_memory(captured: Mapping[Capture, Tensor]) -> dict[Capture, 
     return separate
 
 
-def _shape(value: Tensor) -> tuple[str, str]:
+def _shape_and_dtype(value: Tensor) -> tuple[str, str]:
     return " x ".join(map(str, value.shape)), str(value.dtype).removeprefix("torch.")
 
 
@@ -192,16 +194,16 @@ def _labelled(variable: str, layers: Mapping[int | None, Tensor]) -> xarray.Data
     kind = variable.partition("__")[0]
     # None is the layer of a point outside the layers, such as `embed`: one value, nothing to stack.
     if None in layers:
-        return xr.DataArray(_numbers(layers[None]), dims=HookPoint(kind).dims, name=variable)
+        return xr.DataArray(_as_numpy(layers[None]), dims=HookPoint(kind).dims, name=variable)
     indices = sorted(layer for layer in layers if layer is not None)
-    stacked = np.stack([_numbers(layers[layer]) for layer in indices])
-    counted = BY_NAME[kind].counted
-    return xr.DataArray(
-        stacked, dims=(counted, *HookPoint(kind, 0).dims), coords={counted: indices}, name=variable
-    )
+    stacked = np.stack([_as_numpy(layers[layer]) for layer in indices])
+    # "layer", or "time" for models that count time steps.
+    stacking_axis = BY_NAME[kind].counted
+    dims = (stacking_axis, *HookPoint(kind, 0).dims)
+    return xr.DataArray(stacked, dims=dims, coords={stacking_axis: indices}, name=variable)
 
 
-def _numbers(value: Tensor) -> Any:
+def _as_numpy(value: Tensor) -> Any:
     # numpy has no bfloat16 and few routines for float16, so both become float32.
     # Numbers of eight bytes (float64) stay as they are.
     return (value if value.dtype.itemsize == 8 else value.float()).cpu().numpy()

@@ -44,16 +44,26 @@ class _EdgeIntervention(Intervention):
             check_indices(where, "key positions", [] if key is None else [key], sizes["key_position"])
 
     def require_causal(self, point: HookPoint, length: int) -> None:
-        """See `Intervention`."""
+        """Raise InterventionError for an edge from a query to a later key, which the causal mask hides.
+
+        Arguments:
+            point: hook point, for the message.
+            length: tokens of the prompt, for positions that count from the end.
+        """
         for query, key in self.edges:
             if query is not None and key is not None and query % length < key % length:
                 raise InterventionError(
                     f"{type(self).__name__} at '{point}': expected a query at or after its key, found edge "
-                    f"({query}, {key}); a causal model has no weight there"
+                    f"(query {query}, key {key}); a causal model has no weight there"
                 )
 
     def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
-        """Query positions of the edges, ascending; see `Intervention`."""
+        """Positions, counted from 0 and ascending, whose attention rows the edges change.
+
+        Arguments:
+            length: tokens of the prompt.
+            ahead: whether queries see later keys (no causal mask).
+        """
         queries: set[int] = set()
         for query, key in self.edges:
             # In a causal model, an edge from every query starts at its key: earlier queries do not see it.
@@ -62,9 +72,9 @@ class _EdgeIntervention(Intervention):
         return tuple(sorted(queries))
 
     def _store_checked(self) -> None:
-        """Replace edges and heads by checked tuples."""
+        """Check the fields `edges` and `heads`, and store them as tuples of ints."""
         name = type(self).__name__
-        object.__setattr__(self, "edges", _edges(name, self.edges))
+        object.__setattr__(self, "edges", _checked_edges(name, self.edges))
         if self.heads is not None:
             heads = as_indices(self.heads, f"{name}: heads", InterventionError)
             object.__setattr__(self, "heads", heads)
@@ -72,7 +82,7 @@ class _EdgeIntervention(Intervention):
     def _require_edges(self) -> None:
         if not self.edges:
             raise InterventionError(
-                f"{type(self).__name__}: expected at least one (query, key) edge, found none"
+                f"{type(self).__name__}: expected at least one (query, key) edge, found none; write [(-1, 0)]"
             )
 
 
@@ -87,9 +97,9 @@ class Knockout(_EdgeIntervention):
     cuts_edges: ClassVar[bool] = True
     is_positionwise: ClassVar[bool] = True
     edges: Sequence[Edge] = ()
-    """(query, key) pairs; None on one side for every position. Either edges or a mask."""
+    """(query, key) pairs; None on one side for every position. Empty if `mask` is given."""
     mask: Payload | None = PayloadField(None)
-    """[query, key] or [head, query, key], True (or -inf) where cut."""
+    """[query, key] or [head, query, key], True (or -inf) where an edge is cut; None if `edges` are given."""
     heads: tuple[int, ...] | None = None
     """Query heads; None for all."""
 
@@ -97,14 +107,15 @@ class Knockout(_EdgeIntervention):
         self._store_checked()
         if bool(self.edges) == (self.edge_mask is not None):
             raise InterventionError(
-                "Knockout: expected either edges or a mask, found " + ("both" if self.edges else "neither")
+                f"Knockout: expected either edges or a mask, found {'both' if self.edges else 'neither'}; "
+                "write Knockout([(-1, 0)]) or Knockout(mask=mask)"
             )
         if self.edge_mask is not None:
             object.__setattr__(self, "mask", _cut_mask(self.edge_mask))
 
     @property
     def edge_mask(self) -> Payload | None:
-        """The mask without a copy, for passes; `mask` is a copy."""
+        """The mask itself, to be read only; the field `mask` returns a copy. None if edges are given."""
         return private_payload(self, "mask")
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
@@ -121,7 +132,7 @@ class Knockout(_EdgeIntervention):
             if tuple(self.edge_mask.shape) not in (full, full[1:], (1, *full), (1, 1, *full[1:])):
                 raise InterventionError(
                     f"Knockout at '{point}': expected a mask of shape {list(full[1:])} or {list(full)}, "
-                    f"found {list(self.edge_mask.shape)}; make it for the length of the prompt"
+                    f"found {list(self.edge_mask.shape)}; make its query and key axes as long as the prompt"
                 )
 
     def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
@@ -149,14 +160,16 @@ class Knockout(_EdgeIntervention):
         import torch
 
         if self.edge_mask is not None:
-            where = torch.as_tensor(np.array(self.edge_mask), device=device).reshape(-1, queries, keys)
+            is_cut = torch.as_tensor(np.array(self.edge_mask), device=device).reshape(-1, queries, keys)
         else:
-            where = _edge_mask(self.edges, queries, keys, device)[None]
+            is_cut = _edge_mask(self.edges, queries, keys, device)[None]
         if self.heads is None:
-            return where.expand(heads, queries, keys)
-        chosen = torch.zeros(heads, queries, keys, dtype=torch.bool, device=device)
-        chosen[list(self.heads)] = where if where.shape[0] == 1 else where[list(self.heads)]
-        return chosen
+            return is_cut.expand(heads, queries, keys)
+        # A mask with one entry on the head axis is the same for every selected head.
+        selected = is_cut if is_cut.shape[0] == 1 else is_cut[list(self.heads)]
+        by_head = torch.zeros(heads, queries, keys, dtype=torch.bool, device=device)
+        by_head[list(self.heads)] = selected
+        return by_head
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,18 +209,19 @@ class Steer(_EdgeIntervention):
         """
         import torch
 
-        def scaled(weights: Tensor, targets: Tensor) -> Tensor:
+        def scale_edges(weights: Tensor, targets: Tensor) -> Tensor:
             return torch.where(targets, weights * self.factor, weights)
 
-        return _steered(x, self.edges, self.heads, allowed, subset, scaled)
+        return _with_changed_rows(x, self.edges, self.heads, allowed, subset, scale_edges)
 
 
 @dataclass(frozen=True, eq=False)
 class SetValue(_EdgeIntervention):
     """Set the attention weight of each edge to `value`; other keys of the row share the rest in proportion.
 
-    Only keys that the mask shows take part. A row whose visible keys are all targets is renormalised. Raises
-    InterventionError where value * targets exceeds 1 in a row with other keys.
+    Keys that the attention mask hides keep weight 0. A row whose visible keys all have an edge is
+    renormalised to sum to 1. Raises InterventionError where a row has other keys and its edges times `value`
+    exceed 1.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ("pattern",)
@@ -239,15 +253,15 @@ class SetValue(_EdgeIntervention):
         """
         import torch
 
-        def with_value(weights: Tensor, targets: Tensor) -> Tensor:
+        def set_edges(weights: Tensor, targets: Tensor) -> Tensor:
             visible = torch.ones_like(targets) if allowed is None else allowed
             others = visible & ~targets
             assigned = self.value * targets.sum(-1, keepdim=True)
             # 1e-6: weights such as 1/3 on three keys may sum to just above 1 by rounding.
             if bool(((assigned > 1 + 1e-6) & others.any(-1, keepdim=True)).any()):
                 raise InterventionError(
-                    f"SetValue at '{point}': expected weights that sum to at most 1, found {self.value} on "
-                    f"{int(targets.sum(-1).max())} keys of one row; lower the value"
+                    f"SetValue at '{point}': expected attention weights that sum to at most 1, found "
+                    f"{self.value} on each of {int(targets.sum(-1).max())} keys of one query; lower the value"
                 )
             rest = weights.masked_fill(~others, 0)
             total = rest.sum(-1, keepdim=True)
@@ -258,7 +272,7 @@ class SetValue(_EdgeIntervention):
             )
             return torch.where(targets, weights.new_full((), self.value), share * (1 - assigned))
 
-        return _steered(x, self.edges, self.heads, allowed, subset, with_value)
+        return _with_changed_rows(x, self.edges, self.heads, allowed, subset, set_edges)
 
 
 def may_look_ahead(point: HookPoint, change: Intervention) -> bool:
@@ -285,7 +299,7 @@ def may_look_ahead(point: HookPoint, change: Intervention) -> bool:
     return not isinstance(change, Knockout | Steer | SetValue)
 
 
-def _steered(
+def _with_changed_rows(
     x: Tensor,
     edges: Sequence[Edge],
     heads: tuple[int, ...] | None,
@@ -293,7 +307,16 @@ def _steered(
     subset: PositionSubset | None,
     change: Any,
 ) -> Tensor:
-    """A pattern [batch, head, query, key] with changed rows, computed in float32 and renormalised to 1."""
+    """Change the rows of an attention pattern that have an edge, in float32; each then sums to 1 again.
+
+    Arguments:
+        x: attention pattern [batch, head, query, key].
+        edges: (query, key) pairs; None on one side for every position.
+        heads: heads that are changed; None for all.
+        allowed: attention mask, bool [query, key], True where attention may look; None for all keys.
+        subset: queries that x has; None for all.
+        change: function of (float32 weights, bool [query, key] that is True at the edges) -> new weights.
+    """
     import torch
 
     keys = x.shape[-1]
@@ -318,20 +341,21 @@ def _steered(
 def _edge_mask(edges: Sequence[Edge], queries: int, keys: int, device: Any) -> Tensor:
     import torch
 
-    where = torch.zeros(queries, keys, dtype=torch.bool, device=device)
+    mask = torch.zeros(queries, keys, dtype=torch.bool, device=device)
     for query, key in edges:
-        where[slice(None) if query is None else query, slice(None) if key is None else key] = True
-    return where
+        mask[slice(None) if query is None else query, slice(None) if key is None else key] = True
+    return mask
 
 
-def _edges(name: str, edges: Sequence[Edge]) -> tuple[Edge, ...]:
+def _checked_edges(name: str, edges: Sequence[Edge]) -> tuple[Edge, ...]:
     if not isinstance(edges, Iterable):
         raise InterventionError(f"{name}: expected (query, key) edges, found {shown(edges)}; write [(-1, 0)]")
     checked = []
     for edge in edges:
         if not isinstance(edge, Sequence) or len(edge) != 2 or (edge[0] is None and edge[1] is None):
             raise InterventionError(
-                f"{name}: expected (query, key) with at most one None, found {edge!r}; write (-1, 0)"
+                f"{name}: expected each edge as (query, key) with at most one None, found {edge!r}; write "
+                "(-1, 0)"
             )
         query, key = (
             None if end is None else as_index(end, f"{name}: positions of edges", InterventionError)
@@ -351,8 +375,8 @@ def _cut_mask(mask: Payload) -> Payload:
         hasattr(mask, "detach") and str(mask.dtype) == "torch.bool"
     ):
         raise InterventionError(
-            "Knockout: expected a mask of True/False or of 0 and -inf, found other values; pass mask == "
-            "-inf, or use Add at attn_scores for a bias"
+            "Knockout: expected a mask of True/False or of 0 and -inf, found other values; to cut some edges "
+            "pass mask == -inf, to add a bias use Add at hook_attn_scores"
         )
     # Without any -inf this is a torch mask of True and False, read as 1 and 0, or one that cuts nothing.
     return readonly_copy((array == -np.inf) if np.isneginf(array).any() else array.astype(bool))

@@ -58,7 +58,8 @@ class _EdgeSpec(PlacedSpec):
         """
         if query is None and key is None:
             raise InterventionError(
-                "expected an edge with a query or a key, found every position on both sides; name one of them"
+                f"{type(self).__name__}.edge: expected a query or a key position, found None for both, which "
+                "would be every edge; name at least one of them"
             )
         what = f"{type(self).__name__}: positions of edges"
         ends = [None if end is None else as_index(end, what, InterventionError) for end in (query, key)]
@@ -81,14 +82,14 @@ class _EdgeSpec(PlacedSpec):
         return spec
 
     def keep_self(self) -> Self:
-        """Exclude self-attention edges (query == key) wherever None stands for every position.
+        """Exclude the edge from a position to itself wherever None stands for every position.
 
         The first position of a causal prompt attends to itself only, so `to_position(0)` needs this.
         """
         return replace(self, keeps_self=True)
 
     def is_prompt_only(self, prompt_length: int) -> bool:
-        """Whether every edge has a fixed query inside the prompt, so that generated tokens are unaffected.
+        """Whether every edge has a query inside the prompt, so that generated tokens attend as usual.
 
         A query that counts from the end moves along with the generated text.
         """
@@ -120,11 +121,11 @@ class _EdgeSpec(PlacedSpec):
             )
         pairs: set[tuple[int, int]] = set()
         for edge in self.edges:
-            query, key = (None if end is None else _position(end, length, edge) for end in edge)
+            query, key = (None if end is None else _counted_from_start(end, length, edge) for end in edge)
             if query is not None and key is not None and key > query and not ahead:
                 raise InterventionError(
-                    f"expected a query at or after its key, found edge {edge} in a prompt of {length} "
-                    "tokens; a causal model has no weight there"
+                    f"expected an attention edge (query, key) whose query is at or after its key, found "
+                    f"{edge} in a prompt of {length} tokens; a causal model has no weight there"
                 )
             # In a causal model only queries from the key on attend to it.
             queries = range(0 if ahead else key or 0, length) if query is None else [query]
@@ -138,7 +139,7 @@ class _EdgeSpec(PlacedSpec):
         if not pairs:
             raise InterventionError(
                 f"expected {self._noun} with an edge between two positions, found only edges from a position "
-                "to itself, which .keep_self() leaves out"
+                "to itself, which .keep_self() excludes; leave out .keep_self(), or name other positions"
             )
         return tuple(sorted(pairs))
 
@@ -169,18 +170,22 @@ class KnockoutSpec(_EdgeSpec):
     _noun: ClassVar[str] = "a knockout"
 
     def validate(self, n_layers: int, n_heads: int, length: int, *, ahead: bool = False) -> None:
-        """As for all edge specs; also refuses a query without any key left.
+        """Check the knockout against a model and a prompt.
 
-        Windows are not considered here: the pass itself raises where a window leaves a row empty.
+        Sliding windows are not considered: the pass itself raises where a window leaves a query no key.
 
         Arguments:
             n_layers: layers of the model.
             n_heads: query heads of the model.
             length: tokens of the prompt.
             ahead: whether queries see later keys.
+
+        Raises:
+            InterventionError: for layers, heads or positions out of range, an edge to a later key in a causal
+                model, no edge, or a query whose keys are all cut.
         """
         super().validate(n_layers, n_heads, length, ahead=ahead)
-        _require_keys(self.resolved(length, ahead=ahead), length if ahead else None)
+        _require_a_key_left(self.resolved(length, ahead=ahead), length if ahead else None)
 
     def hooks(self, config: Architecture, length: int) -> HookSpec:
         """Interventions that cut these edges in a prompt of `length` tokens.
@@ -216,7 +221,9 @@ class SteeringSpec(_EdgeSpec):
         is_weight = self.kind == "set_value"
         if not 0.0 <= self.value <= (1.0 if is_weight else float("inf")) or self.value == float("inf"):
             expected = "a weight in [0, 1]" if is_weight else "a factor >= 0"
-            raise InterventionError(f"expected {expected}, found {self.value}")
+            raise InterventionError(
+                f"SteeringSpec of kind {self.kind!r}: expected {expected}, found {self.value}"
+            )
 
     @classmethod
     def scale(cls, factor: float) -> SteeringSpec:
@@ -230,19 +237,19 @@ class SteeringSpec(_EdgeSpec):
 
     @classmethod
     def knockout(cls) -> SteeringSpec:
-        """A spec that cuts edges; without edges at first."""
+        """A steering spec that cuts attention edges; it has no edges until `edge` adds them."""
         return cls(kind="knockout", value=0.0)
 
     @classmethod
     def from_knockout(cls, spec: KnockoutSpec) -> SteeringSpec:
-        """A knockout as a steering spec with the same layers, heads and edges."""
+        """A SteeringSpec that cuts the edges of a KnockoutSpec, in the same layers and heads."""
         # In the order of the dataclass fields of both classes.
         fields = (spec.chosen_layers, spec.chosen_heads, spec.edges, spec.keeps_self)
         return cls(*fields, kind="knockout", value=0.0)
 
     @property
     def is_knockout(self) -> bool:
-        """Whether edges are cut."""
+        """Whether attention edges are cut, instead of scaled or set to a weight."""
         return self.kind == "knockout"
 
     @property
@@ -251,25 +258,30 @@ class SteeringSpec(_EdgeSpec):
         return not self.is_knockout
 
     def validate(self, n_layers: int, n_heads: int, length: int, *, ahead: bool = False) -> None:
-        """As for all edge specs; also refuses rows that a knockout empties or set weights overfill.
+        """Check the steering against a model and a prompt.
 
         Arguments:
             n_layers: layers of the model.
             n_heads: query heads of the model.
             length: tokens of the prompt.
             ahead: whether queries see later keys.
+
+        Raises:
+            InterventionError: for layers, heads or positions out of range, an edge to a later key in a causal
+                model, no edge, a query whose keys are all cut, or weights of a query that sum to more than 1.
         """
         super().validate(n_layers, n_heads, length, ahead=ahead)
         edges = self.resolved(length, ahead=ahead)
         if self.kind == "knockout":
-            _require_keys(edges, length if ahead else None)
+            _require_a_key_left(edges, length if ahead else None)
         if self.kind == "set_value":
-            query, targets = max(_by_query(edges).items(), key=lambda row: len(row[1]))
+            query, keys = max(_keys_by_query(edges).items(), key=lambda row: len(row[1]))
             # Tolerance for weights such as 1/3 on three keys, whose sum may exceed 1 by rounding.
-            if self.value * len(targets) > 1 + 1e-6:
+            if self.value * len(keys) > 1 + 1e-6:
                 raise InterventionError(
-                    f"expected weights that sum to at most 1, found {self.value} on {len(targets)} keys of "
-                    f"query {query}; lower the value to {1 / len(targets):.3g} or name fewer keys"
+                    f"expected attention weights that sum to at most 1, found {self.value} on each of "
+                    f"{len(keys)} keys of query {query}; lower the value to {1 / len(keys):.3g}, or name "
+                    "fewer keys"
                 )
 
     def hooks(self, config: Architecture, length: int) -> HookSpec:
@@ -293,25 +305,30 @@ class SteeringSpec(_EdgeSpec):
         return self.at_layers(config, "pattern", change)
 
 
-def _position(position: int, length: int, edge: Edge) -> int:
+def _counted_from_start(position: int, length: int, edge: Edge) -> int:
     if not -length <= position < length:
         raise InterventionError(
-            f"expected positions in 0..{length - 1} (or negative, from the end), found {position} in edge "
-            f"{edge}"
+            f"attention edge (query, key) = {edge}: expected positions in 0..{length - 1} (or negative, from "
+            f"the end), found {position}"
         )
     return position % length
 
 
-def _by_query(edges: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
-    rows: dict[int, list[int]] = defaultdict(list)
+def _keys_by_query(edges: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
+    keys: dict[int, list[int]] = defaultdict(list)
     for query, key in edges:
-        rows[query].append(key)
-    return rows
+        keys[query].append(key)
+    return keys
 
 
-def _require_keys(edges: Sequence[tuple[int, int]], length: int | None) -> None:
-    """Raise InterventionError for a query whose keys are all cut; length None: of a causal model."""
-    for query, keys in _by_query(edges).items():
+def _require_a_key_left(edges: Sequence[tuple[int, int]], length: int | None) -> None:
+    """Raise InterventionError for a query whose keys are all cut.
+
+    Arguments:
+        edges: (query, key) pairs that are cut, counted from 0.
+        length: tokens of the prompt if queries see later keys; None in a causal model.
+    """
+    for query, keys in _keys_by_query(edges).items():
         n_keys = query + 1 if length is None else length
         if len(keys) == n_keys:
             raise InterventionError(

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ....pipeline.parameters import parameter_records
-from ....store.arrays import as_index, as_indices
+from ....store.arrays import as_index, as_indices, shown
 from ....store.digest import canonical_json
 from ....store.errors import InterventionError
 from ...declared import name_of
@@ -63,7 +63,14 @@ class PositionSubset:
     """Tokens of the whole prompt; negative positions count from its end."""
 
     def locate(self, positions: Sequence[int]) -> tuple[list[int], list[int]]:
-        """(indices in the tensor, indices in `positions`) of those positions that the tensor has."""
+        """Where the tensor holds the given prompt positions; positions that it lacks are left out.
+
+        Arguments:
+            positions: prompt positions, negative from the end.
+
+        Returns:
+            (indices on the tensor's position axis, indices into `positions`), of equal length.
+        """
         index_of = {int(position): i for i, position in enumerate(self.positions)}
         wanted = enumerate(position % self.length for position in positions)
         present = [(index_of[position], i) for i, position in wanted if position in index_of]
@@ -79,11 +86,12 @@ class Intervention:
     version: ClassVar[int | str | None] = None
     """Version of a user-defined intervention, which enters its key; to be raised when its numbers change."""
     cuts_edges: ClassVar[bool] = False
-    """Whether it is an attention mask (`cut`), applied together with the causal mask, instead of `apply`."""
+    """Whether the intervention is an attention mask, which `cut` returns and attention applies together with
+    the causal mask; `apply` is then never called."""
     is_positionwise: ClassVar[bool] = False
-    """Whether the new value at a position (for attention: of a query) depends only on the old value there, so
-    that a pass may compute and hand over some positions only. Never inherited: a subclass that does not set
-    it gets all positions."""
+    """Whether the new value at a position (for attention: of a query) depends only on the old value there.
+    Such an intervention may be given some positions of a prompt only. Never inherited: a subclass that does
+    not set it is given all positions."""
 
     @property
     def needs_all_positions(self) -> bool:
@@ -123,7 +131,9 @@ class Intervention:
         try:
             return {"intervention": name, **parameter_records(fields, payload_record)}
         except (TypeError, ValueError) as error:
-            raise InterventionError(f"{type(self).__name__}: its fields enter the key: {error}") from error
+            raise InterventionError(
+                f"{type(self).__name__}: the key of a run records every field of an intervention: {error}"
+            ) from error
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
         """Check that the intervention fits a hook point.
@@ -136,10 +146,10 @@ class Intervention:
             InterventionError: for a hook point of another kind, or indices and shapes that do not fit.
         """
         if self.kinds is not None and point.kind not in self.kinds:
-            places = " or ".join(f"'{HookPoint(kind, point.layer or 0)}'" for kind in self.kinds)
+            supported = " or ".join(f"'{HookPoint(kind, point.layer or 0)}'" for kind in self.kinds)
             raise InterventionError(
-                f"{type(self).__name__} belongs at {places}, found it at '{point}'; use Replace, Scale or "
-                "Zero there"
+                f"{type(self).__name__}: expected the hook point {supported}, found '{point}'; move it "
+                "there, or use Replace, Scale or Zero"
             )
 
     def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
@@ -178,9 +188,9 @@ class Intervention:
     def applied(
         self, x: Tensor, point: HookPoint, allowed: Tensor | None = None, subset: PositionSubset | None = None
     ) -> Tensor:
-        """`apply` as the passes call it.
+        """The changed activation; forward passes call this instead of `apply`.
 
-        An intervention that needs all positions gets them as a copy, one prompt at a time. So its result
+        An intervention that needs all positions is applied to a copy, one prompt at a time. So its result
         depends neither on the other prompts of the batch nor on what it writes to its argument.
 
         Arguments:
@@ -334,7 +344,8 @@ class _Selective(Intervention):
 
         Arguments:
             part: selected part of the activation.
-            positions: entries of the payload's position axis that belong to it; None for all.
+            positions: (position axis of the payload, counted from its end; indices on it that belong to the
+                part); None for all.
         """
         raise NotImplementedError
 
@@ -354,7 +365,7 @@ class _WithPayload(_Selective):
 
     @property
     def payload(self) -> Payload:
-        """The payload without a copy, for passes; `value` is a copy."""
+        """The tensor itself, to be read only; the field `value` returns a copy of it."""
         return private_payload(self, "value")
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
@@ -371,7 +382,7 @@ class _WithPayload(_Selective):
             axes = ", ".join(f"{axis}={size}" for axis, size in zip(point.dims, region, strict=True))
             raise InterventionError(
                 f"{type(self).__name__} at '{point}': expected a tensor that broadcasts to [{axes}], found "
-                f"shape {list(shape)}; reshape it, or choose positions/heads"
+                f"shape {list(shape)}; reshape it, or select positions= or heads="
             )
 
 
@@ -382,7 +393,7 @@ class Replace(_WithPayload):
     is_positionwise: ClassVar[bool] = True
 
     def change(self, part: Tensor, positions: PayloadPositions = None) -> Tensor:
-        """The payload, broadcast to the selected part."""
+        """A copy of `value`, broadcast to the shape of the selected part."""
         # A copy: the result may be captured, and writing to a capture must not write to the payload.
         return as_tensor(select_positions(self.payload, positions), part).expand_as(part).clone()
 
@@ -394,7 +405,7 @@ class Add(_WithPayload):
     is_positionwise: ClassVar[bool] = True
 
     def change(self, part: Tensor, positions: PayloadPositions = None) -> Tensor:
-        """The selected part plus the payload."""
+        """The selected part plus `value`, broadcast."""
         return part + as_tensor(select_positions(self.payload, positions), part)
 
 
@@ -444,7 +455,7 @@ class AddAtPositions(Intervention):
             entries = [(position, vector) for position, vector in pairs]
         except (TypeError, ValueError) as error:
             raise InterventionError(
-                "AddAtPositions: expected (position, vector) pairs, found something else; write "
+                f"AddAtPositions: expected a list of (position, vector) pairs, found {shown(vectors)}; write "
                 "AddAtPositions([(-1, vector)])"
             ) from error
         checked = tuple(
@@ -456,14 +467,15 @@ class AddAtPositions(Intervention):
         )
         if not checked:
             raise InterventionError(
-                "AddAtPositions: expected at least one (position, vector) pair, found none"
+                "AddAtPositions: expected at least one (position, vector) pair, found none; write "
+                "AddAtPositions([(-1, vector)])"
             )
         object.__setattr__(self, "vectors", checked)
         object.__setattr__(self, "scale", finite("AddAtPositions", self.scale))
 
     @property
     def pairs(self) -> tuple[tuple[int, Payload], ...]:
-        """(position, vector) pairs without copies, for passes; `vectors` are copies."""
+        """(position, vector) pairs with the tensors themselves, to be read only; `vectors` returns copies."""
         pairs: tuple[tuple[int, Payload], ...] = private_payload(self, "vectors")
         return pairs
 
@@ -476,8 +488,8 @@ class AddAtPositions(Intervention):
         """
         if "position" not in point.dims or point.dims[-1] != "hidden":
             raise InterventionError(
-                "AddAtPositions adds vectors to a [batch, position, hidden] activation, found it at "
-                f"'{point}' with axes {list(point.dims)}"
+                "AddAtPositions: expected a hook point with axes [batch, position, hidden], found "
+                f"'{point}' with axes {list(point.dims)}; add there with Add"
             )
         check_indices(
             f"AddAtPositions at '{point}'", "positions", [p for p, _ in self.pairs], sizes["position"]
@@ -485,8 +497,8 @@ class AddAtPositions(Intervention):
         for position, vector in self.pairs:
             if tuple(vector.shape) != (sizes["hidden"],):
                 raise InterventionError(
-                    f"AddAtPositions at '{point}': expected a vector of length {sizes['hidden']} for "
-                    f"position {position}, found shape {list(vector.shape)}"
+                    f"AddAtPositions at '{point}': expected a vector of length {sizes['hidden']} (hidden "
+                    f"size of the model) for position {position}, found shape {list(vector.shape)}"
                 )
 
     def touched(self, length: int, *, ahead: bool = False) -> tuple[int, ...] | None:
@@ -525,7 +537,7 @@ class AddAtPositions(Intervention):
 
 
 def payload_rows(point: HookPoint, change: Intervention) -> int:
-    """Length of a payload along the batch axis; 1 where payload or hook point has no such axis.
+    """Rows of an intervention's tensor along the batch axis; 1 where tensor or hook point has no such axis.
 
     Arguments:
         point: hook point of the intervention.

@@ -37,13 +37,16 @@ class Keep:
         return positions if self.reduction is None else f"{positions}, reduce={self.reduction.request!r}"
 
     def canonical(self) -> list[Any]:
-        """Plain JSON values of selection and reduction; an empty list where everything is kept."""
+        """Token selection and reduction as plain JSON values; an empty list where every number is kept."""
         selection = [] if self.selection is None else [self.selection.canonical()]
         return selection if self.reduction is None else [*selection, self.reduction.canonical()]
 
     @property
     def stored(self) -> tuple[Keep, ...]:
-        """One `Keep` per stored array: this one, and one per companion array of its reduction."""
+        """One `Keep` per stored array: this one, and one for each further array of its reduction.
+
+        A top-k, for example, stores logits and token ids.
+        """
         companions = () if self.reduction is None else self.reduction.companions
         return (self, *(replace(self, reduction=reduction) for reduction in companions))
 
@@ -61,22 +64,22 @@ class Keep:
         # Whole logits would be the largest array of a corpus: vocabulary times tokens.
         if point.kind == LOGITS and self.reduction is None:
             raise HookPointNotFound(
-                f"expected a reduction of {name!r}, which is too large to store whole, found none; add "
-                "reduce='topk:10' or reduce='logsumexp' (--reduce)"
+                f"{name!r} is too large to store in full: expected a reduction, found none; add "
+                "reduce='topk:10' or reduce='logsumexp' (--reduce on the command line)"
             )
         if self.reduction is not None:
             self.reduction.dims(BY_NAME[point.kind])
             self.reduction.require_read(point)
             if self.selection is not None and self.reduction.over == "position":
                 raise HookPointNotFound(
-                    f"expected a {self.reduction.request} over all tokens of a prompt, found one over "
-                    f"{self.selection}; leave out positions, or capture the activation whole"
+                    f"reduce={self.reduction.request!r} covers all tokens of a prompt: expected no "
+                    f"positions=, found {self.selection}; leave out either positions= or reduce="
                 )
         if self.selection is not None and "position" not in dims:
-            rows = "two tokens" if "query_position" in dims else "no token"
+            owners = "a pair of tokens" if "query_position" in dims else "no token"
             raise HookPointNotFound(
-                f"expected a hook point with a row per token to keep {self.selection} of, found {name!r}, "
-                f"whose rows belong to {rows}; capture it whole"
+                f"{name!r}: expected a hook point with one row per token to select {self.selection} from, "
+                f"found one whose numbers belong to {owners}; capture it without positions="
             )
 
 

@@ -32,7 +32,7 @@ class Differentiable(Protocol):
 
     @property
     def name(self) -> str:
-        """Name in error messages."""
+        """Name of the metric, as error messages show it."""
         ...
 
     @property
@@ -42,7 +42,7 @@ class Differentiable(Protocol):
 
     @property
     def named(self) -> tuple[int, ...]:
-        """Token ids that its arguments name, which must be in the vocabulary of the model."""
+        """Token ids among the metric's arguments, all of which must be in the vocabulary of the model."""
         ...
 
     @property
@@ -56,11 +56,11 @@ class Differentiable(Protocol):
         ...
 
     def canonical(self) -> dict[str, Any]:
-        """Plain values for a digest."""
+        """Class and arguments of the metric as plain JSON values, for a digest."""
         ...
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """Value of one run.
+        """Value of the metric for the logits of one run.
 
         Arguments:
             logits: float64 [vocab], or [tokens] in the order of `tokens`.
@@ -80,7 +80,7 @@ class Differentiable(Protocol):
 
 @dataclass(frozen=True)
 class Objective:
-    """Metric, position and baselines: one scalar per prompt."""
+    """The scalar of each prompt that gradients differentiate: a metric of the logits at one position."""
 
     metrics: tuple[Differentiable, ...]
     """One metric for all prompts, or one per prompt in their order."""
@@ -91,7 +91,7 @@ class Objective:
 
     @property
     def is_by_prompt(self) -> bool:
-        """Whether prompts differ in metric or baseline."""
+        """Whether prompts have different metrics or different baselines."""
         return max(len(self.metrics), len(self.baselines)) > 1
 
     @property
@@ -103,7 +103,7 @@ class Objective:
         return ", ".join(texts)
 
     def canonical(self, prompts: str) -> dict[str, Any]:
-        """Plain values for a digest.
+        """Metrics, position and baselines as plain JSON values, for a digest.
 
         Arguments:
             prompts: digest of the prompts; enters only where prompts differ in metric or baseline.
@@ -124,42 +124,46 @@ class Objective:
             vocab_size: size of the model's vocabulary.
 
         Raises:
-            StageError: for another number of metrics or baselines than prompts, or a missing baseline.
+            StageError: where the number of metrics or baselines is neither 1 nor that of the prompts, or
+                where a metric needs a baseline and has none.
             PromptError: for a position or a token id out of range.
         """
         for noun, values in (("metric", self.metrics), ("baseline", self.baselines)):
             if len(values) > 1 and len(values) != len(lengths):
                 raise StageError(
-                    f"gradients: expected one {noun} for all prompts or one of each of {len(lengths)}, found "
-                    f"{len(values)}; pass as many as prompts"
+                    f"gradient_of: expected one {noun} for all prompts, or one for each of {len(lengths)} "
+                    f"prompts, found {len(values)}; pass 1 or {len(lengths)}"
                 )
         for metric in self.metrics:
             if metric.needs_baseline and not self.baselines:
                 raise StageError(
-                    f"gradients: expected a baseline for {metric.name!r}, which compares two runs, found "
-                    "none; pass its prompt: gradient_of(metric, baseline=token_ids)"
+                    f"gradient_of: expected a baseline prompt for {metric.name!r}, which compares two runs, "
+                    "found none; pass its token ids: gradient_of(metric, baseline=token_ids)"
                 )
         for length in {*lengths, *map(len, self.baselines)}:
             if not -length <= self.at < length:
                 raise PromptError(
-                    f"gradients: expected at in {-length}..{length - 1} for a prompt of {length} tokens, "
-                    f"found {self.at}"
+                    f"gradient_of: expected a position at= in {-length}..{length - 1} for a prompt of "
+                    f"{length} tokens, found {self.at}"
                 )
         for ids in (*(metric.named for metric in self.metrics), *self.baselines):
             for token in ids:
                 if not 0 <= token < vocab_size:
-                    raise PromptError(f"gradients: expected a token id in 0..{vocab_size - 1}, found {token}")
+                    raise PromptError(
+                        f"gradient_of: expected token ids in 0..{vocab_size - 1} for metric and baseline, "
+                        f"found {token}"
+                    )
 
     def metric_of(self, prompt: int) -> Differentiable:
-        """The metric of a prompt."""
+        """The metric of the prompt with this index."""
         return self.metrics[prompt if len(self.metrics) > 1 else 0]
 
     def baseline_of(self, prompt: int) -> tuple[int, ...] | None:
-        """Token ids of a prompt's baseline; None where there is none."""
+        """Token ids of the baseline prompt for the prompt with this index; None where there is none."""
         return self.baselines[prompt if len(self.baselines) > 1 else 0] if self.baselines else None
 
     def want(self, prompts: Sequence[int]) -> Logits:
-        """The logits that the metrics of a batch of prompts read together.
+        """Selection of logits that covers what the metrics of some prompts read.
 
         Arguments:
             prompts: indices of the prompts.
@@ -192,10 +196,10 @@ class Objective:
         for row, prompt in enumerate(prompts):
             metric, baseline = self.metric_of(prompt), clean[row]
             columns = token_columns(metric.tokens, want.tokens)
-            run = _as_float64(logits[row, at])[columns]
-            other = run if baseline is None else _as_float64(baseline)[columns]
+            run_logits = _as_float64(logits[row, at])[columns]
+            baseline_logits = run_logits if baseline is None else _as_float64(baseline)[columns]
             # `add.at`, as a metric may name one token twice: plain assignment would keep one of its terms.
-            np.add.at(cotangent[row, at], columns, metric.gradient(run, other))
+            np.add.at(cotangent[row, at], columns, metric.gradient(run_logits, baseline_logits))
         return logits.new_tensor(cotangent)
 
 
@@ -204,7 +208,7 @@ def objective_of(
     at: int = -1,
     baseline: Sequence[int] | Sequence[Sequence[int]] = (),
 ) -> Objective:
-    """An objective from the arguments of `HookSpec.gradient_of`.
+    """Check the arguments of `HookSpec.gradient_of` and make an `Objective` of them.
 
     Arguments:
         metric: one metric, or one per prompt.
@@ -221,26 +225,31 @@ def objective_of(
     # Texts would need a tokenizer, which a spec does not have.
     if len(ids) < len(rows):
         raise PromptError(
-            f"gradients: expected a baseline of token ids, found the text {rows[0]!r}; pass "
-            "model.tokenize(text)"
+            f"gradient_of: expected a baseline of token ids, found the text {rows[0]!r}; pass "
+            "baseline=model.tokenize(text)"
         )
     for candidate in metrics:
         if not callable(getattr(candidate, "gradient", None)) or not candidate.has_gradient:
             raise StageError(
-                f"gradients: expected a metric with a gradient, found {candidate!r}; use LogitDifference, "
+                f"gradient_of: expected a differentiable metric, found {candidate!r}; use LogitDifference, "
                 "LogProbability, Probability or KL"
             )
     if not metrics:
-        raise StageError("gradients: expected at least one metric, found none; pass LogitDifference(…)")
-    return Objective(metrics, as_index(at, "gradients: at", PromptError), tuple(ids))
+        raise StageError(
+            "gradient_of: expected at least one metric, found none; pass LogitDifference(correct, wrong)"
+        )
+    return Objective(metrics, as_index(at, "gradient_of: at", PromptError), tuple(ids))
 
 
 def token_columns(tokens: Sequence[int] | None, computed: Sequence[int] | None) -> Any:
-    """Index of a metric's tokens among the computed logits.
+    """Columns of the computed logits that hold the tokens of a metric.
 
     Arguments:
         tokens: token ids of the metric; None for the whole vocabulary.
         computed: token ids of the logits' last axis; None for the whole vocabulary.
+
+    Returns:
+        A list of column indices, or a slice of all columns where `tokens` is None.
     """
     if tokens is None:
         return slice(None)

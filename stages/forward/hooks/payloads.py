@@ -28,10 +28,10 @@ PayloadPositions = tuple[int, list[int]] | None
 
 
 def checked_payload(name: str, value: Payload) -> Payload:
-    """A private copy of a payload: a tensor stays a tensor, anything else becomes a read-only numpy array.
+    """A checked copy of an intervention's tensor; anything but a tensor becomes a read-only numpy array.
 
     Arguments:
-        name: intervention that carries it, for messages.
+        name: name of the intervention, for messages.
         value: tensor, array or nested sequence of floats; float64 arrays become float32.
 
     Raises:
@@ -77,9 +77,9 @@ def is_payload(value: Any) -> bool:
 
 
 def copy_payloads(value: Any) -> Any:
-    """The same value with every tensor and array in it copied, through tuples, lists and dicts.
+    """The value with every tensor and array in it copied, also inside tuples, lists and dicts.
 
-    A value that holds none is returned itself, so that `is` shows whether anything was copied.
+    A value without tensors and arrays is returned itself, so that `is` shows whether anything was copied.
     """
     if isinstance(value, np.ndarray):
         return readonly_copy(value)
@@ -97,16 +97,17 @@ def copy_payloads(value: Any) -> Any:
 
 
 class PayloadField:
-    """Descriptor of a dataclass field that holds payloads: reading the field returns a copy.
+    """Descriptor of a dataclass field that holds tensors or arrays: reading the field returns copies.
 
-    The payload itself is in the instance's `vars` under the field's name; `private_payload` reads it.
+    The tensors themselves are in the instance's `vars` under the field's name; `private_payload` reads them.
     """
 
     def __init__(self, *default: Any) -> None:
-        """Make a field.
+        """Declare the field.
 
         Arguments:
-            default: value of the field where the constructor gets none; without it the field is required.
+            default: value of the field if the constructor is not given one; if left out, the field is
+                required.
         """
         self._default = default
         self._name = ""
@@ -127,7 +128,7 @@ class PayloadField:
 
 
 def private_payload(instance: Any, name: str) -> Any:
-    """The payload of a `PayloadField` without a copy: to be read, never written to or returned to users.
+    """The tensors of a `PayloadField` themselves, not copies: read them, never write or return them to users.
 
     Arguments:
         instance: an intervention.
@@ -137,10 +138,10 @@ def private_payload(instance: Any, name: str) -> Any:
 
 
 def select_positions(value: Payload, positions: PayloadPositions) -> Payload:
-    """The entries of a payload at some positions; a payload without a position axis is returned whole.
+    """Select positions of an intervention's tensor; a tensor without a position axis is returned whole.
 
     Arguments:
-        value: the payload.
+        value: tensor or numpy array.
         positions: (position axis counted from the end, indices to select); None for all.
     """
     # An axis of length 1 broadcasts over positions, so it has nothing to select from.
@@ -150,7 +151,7 @@ def select_positions(value: Payload, positions: PayloadPositions) -> Payload:
 
 
 def as_tensor(value: Payload, like: Tensor) -> Tensor:
-    """Convert a payload to a tensor on the device and in the dtype of the activation `like`.
+    """Convert an intervention's tensor or array to the device and dtype of the activation `like`.
 
     Arguments:
         value: a tensor or a numpy array.
@@ -165,7 +166,7 @@ def as_tensor(value: Payload, like: Tensor) -> Tensor:
 
 
 def finite(name: str, value: float) -> float:
-    """A number as a float.
+    """Check that a number is finite and return it as a float, with 0.0 for -0.0.
 
     Arguments:
         name: name of the intervention, for the message.
@@ -181,7 +182,7 @@ def finite(name: str, value: float) -> float:
 
 
 def payload_record(value: Any) -> Any:
-    """Identity of a tensor or array in a field of a user-defined intervention.
+    """Record of a tensor or array for the key of a run, where a user-defined intervention has one as a field.
 
     Arguments:
         value: value of a field that is not plain JSON data.
@@ -198,7 +199,7 @@ def payload_record(value: Any) -> Any:
 
 
 def plain_value(value: Any) -> Any:
-    """A field of an intervention as plain JSON values; payloads by dtype, shape and digest."""
+    """A field of an intervention as plain JSON values; tensors and arrays as dtype, shape and digest."""
     if hasattr(value, "shape"):
         return payload_identity(value)
     if isinstance(value, tuple | list):
@@ -207,7 +208,7 @@ def plain_value(value: Any) -> Any:
 
 
 def payload_identity(value: Payload) -> dict[str, Any]:
-    """dtype, shape and digest of a payload; a tensor and an array of equal content have one identity."""
+    """dtype, shape and sha256 of a tensor or array; equal content gives the same result for both."""
     if hasattr(value, "detach"):
         import torch
 

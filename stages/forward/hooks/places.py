@@ -58,7 +58,9 @@ class PlacedSpec:
         """
         first, last = (as_index(layer, "layers", InterventionError) for layer in (first, last))
         if first > last:
-            raise InterventionError(f"expected layers first <= last, found {first}..{last}; swap them")
+            raise InterventionError(
+                f"layer_range: expected first <= last, found layers {first} to {last}; swap them"
+            )
         return self.layers(range(first, last + 1))
 
     def head(self, head: int) -> Self:
@@ -94,14 +96,16 @@ class PlacedSpec:
         ):
             outside = [index for index in indices or () if index >= size]
             if outside:
-                raise InterventionError(f"expected {axis} in 0..{size - 1}, found {outside[0]}")
+                raise InterventionError(
+                    f"{type(self).__name__}: expected {axis} in 0..{size - 1}, found {outside[0]}"
+                )
 
     def at_layers(self, config: Architecture, kind: str, change: Intervention) -> HookSpec:
         """A HookSpec with the intervention at hook points of this kind in every selected layer.
 
         Arguments:
             config: architecture of the model.
-            kind: hook point kind.
+            kind: hook point kind, e.g. "pattern".
             change: the intervention.
         """
         spec = HookSpec()
@@ -115,7 +119,9 @@ def _sorted(axis: str, indices: Iterable[int]) -> tuple[int, ...]:
     # Sorted and distinct: specs with the same layers in another order must have the same key.
     distinct = tuple(sorted(set(as_indices(indices, f"{axis}s", InterventionError))))
     if not distinct:
-        raise InterventionError(f"expected at least one {axis}, found none; leave it out to mean all")
+        raise InterventionError(
+            f"expected at least one {axis} to intervene in, found none; leave out .{axis}s(…) to mean all"
+        )
     if distinct[0] < 0:
         raise InterventionError(f"expected a {axis} counted from 0, found {distinct[0]}")
     return distinct

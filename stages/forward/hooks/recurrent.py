@@ -90,20 +90,20 @@ class RecurrentPass:
         feedback = tuple(
             (
                 as_index(position, f"{_NAME}: positions of feedback", InterventionError),
-                _vector(vector),
-                finite(_NAME, s),
+                _checked_vector(vector),
+                finite(_NAME, strength),
             )
-            for position, vector, s in private_payload(self, "feedback")
+            for position, vector, strength in private_payload(self, "feedback")
         )
         if self.sustained and not feedback:
             raise ConfigError(
-                "RecurrentPass: expected feedback to sustain, found none; pass (position, vector, strength), "
-                "or leave sustained out"
+                "RecurrentPass: expected feedback vectors for sustained=True, found none; pass "
+                "feedback=[(position, vector, strength)], or leave sustained out"
             )
         object.__setattr__(self, "feedback", feedback)
 
     def canonical(self) -> dict[str, Any]:
-        """Plain JSON values for a digest; vectors by dtype, shape and digest of their bytes."""
+        """The fields as plain JSON values for a digest; vectors as dtype, shape and digest of their bytes."""
         # `vars` and not the fields: reading a PayloadField copies its tensors.
         return {name: plain_value(value) for name, value in vars(self).items()}
 
@@ -138,7 +138,7 @@ class RecurrentPass:
         """
         if self.loop_end >= config.num_layers:
             raise ConfigError(
-                f"RecurrentPass: expected layers in 0..{config.num_layers - 1}, found "
+                f"RecurrentPass: expected a block of layers within 0..{config.num_layers - 1}, found layers "
                 f"{self.loop_start} to {self.loop_end}"
             )
         check_indices(
@@ -151,17 +151,17 @@ class RecurrentPass:
         for position, vector, _ in private_payload(self, "feedback"):
             if tuple(vector.shape) != (hidden,):
                 raise InterventionError(
-                    f"RecurrentPass: expected a vector of length {hidden} for position {position}, found "
-                    f"shape {list(vector.shape)}"
+                    f"RecurrentPass: expected a feedback vector of length {hidden} (hidden size of the "
+                    f"model) for position {position}, found shape {list(vector.shape)}"
                 )
 
     def applied(
         self, spec: BoundSpec, config: Architecture, length: int, *, grows: bool = False
     ) -> BoundSpec:
-        """A bound spec with this recurrence in it; feedback is added before the spec's own interventions.
+        """A copy of a bound spec that also runs the layers in this pass's order and adds its feedback.
 
         Arguments:
-            spec: bound spec of the run.
+            spec: bound spec of the run; its own interventions come after the feedback.
             config: architecture of the model.
             length: tokens of the prompt.
             grows: whether tokens are generated after the prompt.
@@ -171,7 +171,7 @@ class RecurrentPass:
             InterventionError: for positions or vectors that do not fit.
         """
         self.check(config, length)
-        feedback = tuple(self._additions(length, grows))
+        feedback = tuple(self._feedback_interventions(length, grows))
         return replace(
             # Feedback first: interventions at the block's input then see the stream with it, as in the loop.
             spec,
@@ -179,8 +179,8 @@ class RecurrentPass:
             order=self.order(config.num_layers),
         )
 
-    def _additions(self, length: int, grows: bool) -> Iterator[tuple[HookPoint, Intervention]]:
-        """Interventions that add the feedback to the stream that enters the block."""
+    def _feedback_interventions(self, length: int, grows: bool) -> Iterator[tuple[HookPoint, Intervention]]:
+        """Interventions that add the feedback vectors to the residual stream that enters the block."""
         if not self.is_fed:
             return
         point = HookPoint.resid_pre(self.loop_start)
@@ -195,8 +195,8 @@ class RecurrentPass:
 _NAME = RecurrentPass.__name__
 
 
-def _vector(value: Any) -> Payload:
-    """A private copy of a vector."""
+def _checked_vector(value: Any) -> Payload:
+    """A copy of a feedback vector that later writes to the original do not change; its dtype is kept."""
     checked = checked_payload(_NAME, value)
     if hasattr(value, "detach"):
         return checked

@@ -26,10 +26,10 @@ _PARTS = (PART, len(QUANTA))
 
 
 class DictionaryResource(PinnedResource, Protocol):
-    """Name and identity of a dictionary on disk (`features.dictionary.StoredDictionary`)."""
+    """A dictionary of features on disk: its name, identity and loader (`features.dictionary`)."""
 
     def require_fit(self, config: Architecture, model: str) -> None:
-        """Raise DictionaryError unless its layers, widths and hook points are those of a model.
+        """Raise DictionaryError unless layers, widths and hook points of the dictionary fit a model.
 
         Arguments:
             config: architecture of the model.
@@ -39,7 +39,7 @@ class DictionaryResource(PinnedResource, Protocol):
 
 
 class Features(Protocol):
-    """The part of a dictionary that reductions need (`features.dictionary.Dictionary`)."""
+    """What reductions need to know of a dictionary of features, e.g. of a sparse autoencoder."""
 
     @property
     def name(self) -> str:
@@ -57,13 +57,13 @@ class Features(Protocol):
         ...
 
     def as_resource(self) -> DictionaryResource:
-        """Name and identity of the dictionary, without loading weights."""
+        """The dictionary on disk, by name and identity; loads no weights."""
         ...
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A dictionary whose features are counted."""
+    """A dictionary (e.g. a sparse autoencoder) whose features are counted over a run."""
 
     name: str
     """Name by which the dictionary was opened."""
@@ -78,13 +78,14 @@ class Reduction:
     """A reduction of an activation along one axis, computed during the pass."""
 
     name: str
-    """Suffix of stored variables."""
+    """Suffix of the stored array's name, e.g. "norm"."""
     request: str
     """The reduction as `HookSpec.capture` takes it, e.g. "topk:10"."""
     meaning: str
     """Words that precede the name of an activation, e.g. "L2 norm of"."""
     over: str
-    """Axis that is reduced; "last" for the last one, "run" for all tokens of the run, "features" for all."""
+    """Axis that is reduced: "position" (tokens of a prompt), "vocab", "last" for the last axis, "run" for all
+    tokens of the run, "features" for all axes, which one axis of features replaces."""
     axes: tuple[tuple[str, int], ...] = ()
     """(name, length) of axes that replace the reduced axis."""
     dtype: str | None = None
@@ -92,22 +93,23 @@ class Reduction:
     companions: tuple[Reduction, ...] = ()
     """Further reductions computed in the same step, each stored as a separate array."""
     combine: str | None = None
-    """How readers combine the segments of a run: "mean", "sum" or "max"; None unless it is over the run."""
+    """How readers combine the segments of a run: "mean", "sum" or "max"; None for reductions per prompt."""
     statistic: str = ""
-    """What is counted of features: "count", "sum" or "max"."""
+    """Statistic of each feature over the run: "count" of active tokens, "sum" or "max" of the activations;
+    empty for reductions without a dictionary."""
     encoder: Encoder | None = field(default=None, compare=False)
-    """Dictionary whose features are counted."""
+    """Dictionary whose features are counted; None for other reductions."""
     identity: str | None = None
-    """Digest of that dictionary."""
+    """Digest of the dictionary whose features are counted; None for other reductions."""
 
     @property
     def is_of_logits(self) -> bool:
-        """Whether it applies to logits, and to nothing else."""
+        """Whether the reduction applies to logits only, such as top-k and logsumexp."""
         return self.over == "vocab"
 
     @property
     def is_of_run(self) -> bool:
-        """Whether all tokens of all prompts are reduced to one row."""
+        """Whether the reduction covers all tokens of all prompts of a run, e.g. "run_mean"."""
         return self.combine is not None
 
     @property
@@ -116,12 +118,12 @@ class Reduction:
         return self.axes[0][1] if self.is_of_logits and self.axes else 0
 
     def canonical(self) -> dict[str, Any]:
-        """Plain JSON values for a digest; a dictionary enters by its identity, never by its name."""
+        """The reduction as plain JSON values, for a digest; a dictionary is identified by its digest."""
         # The name holds only 16 digits of the dictionary's digest; the key gets all of them.
         return {"reduce": self.name, **({} if self.identity is None else {"dictionary": self.identity})}
 
     def dims(self, kind: HookKind) -> tuple[str, ...]:
-        """Axes of a reduced activation.
+        """Axes of the stored array after the reduction.
 
         Arguments:
             kind: hook point kind whose activation is reduced.
@@ -130,37 +132,37 @@ class Reduction:
             HookPointNotFound: where the kind lacks the axis that is reduced.
         """
         if self.is_of_logits != (kind.name == LOGITS):
-            raise HookPointNotFound(self._misplaced(kind))
+            raise HookPointNotFound(self._wrong_point_message(kind))
         # Batch is packed into the token axis of a store, and an axis of length one is dropped there.
         axes = tuple(dim for dim in kind.dims if dim not in ("batch", "one"))
         if "position" not in axes or (self.over == "last" and axes[-1] == "position"):
             raise HookPointNotFound(
-                f"expected a hook point with a row of numbers per token to keep the {self.request} of, found "
-                f"{kind.path!r} with axes {list(kind.dims)}; capture it whole"
+                f"reduce={self.request!r}: expected a hook point with a row of numbers per token, found "
+                f"{kind.path!r} with axes {list(kind.dims)}; capture it without reduce="
             )
         removed = {"last": axes[-1:], "run": ("position",), "features": axes}.get(self.over, (self.over,))
         return (*(dim for dim in axes if dim not in removed), *(axis for axis, _ in self.axes))
 
     def require_read(self, point: HookPoint) -> None:
-        """Raise HookPointNotFound unless the counted features are encoded from this hook point."""
+        """Raise HookPointNotFound if features are counted where their dictionary reads no activation."""
         if self.encoder is None or point in self.encoder.read:
             return
         read = sorted(map(str, self.encoder.read))
         last = f" … {read[-1]!r}" if len(read) > 1 else ""
         raise HookPointNotFound(
-            f"expected a hook point that the features of {self.encoder.name} read ({read[0]!r}{last}), found "
-            f"'{point}'; capture its read_hooks"
+            f"reduce={self.encoder.name}: expected a hook point that this dictionary reads "
+            f"({read[0]!r}{last}), found '{point}'; capture dictionary.read_hooks"
         )
 
-    def _misplaced(self, kind: HookKind) -> str:
+    def _wrong_point_message(self, kind: HookKind) -> str:
         if self.is_of_logits:
             return (
-                f"expected {_LOGITS!r} to keep the {self.request} of, found {kind.path!r}; capture "
-                f"{_LOGITS!r} with it, or choose another reduction"
+                f"reduce={self.request!r}: expected hook point {_LOGITS!r}, found {kind.path!r}; capture "
+                f"{_LOGITS!r}, or choose another reduction"
             )
         return (
-            f"expected 'topk:K' or 'logsumexp' for {_LOGITS!r}, which is too large to store otherwise, found "
-            f"{self.request!r}; choose one of them"
+            f"{_LOGITS!r} is too large to store in full: expected reduce='topk:10' (or another number) or "
+            f"reduce='logsumexp', found {self.request!r}; choose one of the two"
         )
 
 
@@ -169,8 +171,12 @@ NORM = Reduction("norm", "norm", "L2 norm of", "last")
 MEAN = Reduction("mean", "mean", "mean over the tokens of a prompt of", "position")
 """Mean over the tokens of each prompt: a row per prompt."""
 RUN_MEAN = Reduction(
-    *("run_mean", "run_mean", "mean over the tokens of the run of", "run"),
-    *((_PARTS,), "float64"),
+    name="run_mean",
+    request="run_mean",
+    meaning="mean over the tokens of the run of",
+    over="run",
+    axes=(_PARTS,),
+    dtype="float64",
     combine="mean",
 )
 """Mean over the run: exact sums of each segment, which readers add and divide (store/runs/run_sums.py)."""
@@ -194,26 +200,34 @@ def features(dictionary: Features) -> Reduction:
     name, request = f"features_{identity[:16]}", f"features:{dictionary.name}"
     encoder = Encoder(dictionary.name, resource, tuple(dictionary.read_hooks))
     # Axis and array are named by the digest, so that two dictionaries in one run never share an array.
-    axis = (f"feature_{identity[:16]}", dictionary.n_features)
+    feature_axis = (f"feature_{identity[:16]}", dictionary.n_features)
 
-    def over_features(statistic: str, meaning: str, dtype: str, *more: tuple[str, int]) -> Reduction:
+    def feature_statistic(
+        statistic: str, meaning: str, dtype: str, *extra_axes: tuple[str, int]
+    ) -> Reduction:
         return Reduction(
-            *(f"{name}_{statistic}", request, f"{meaning} of features of {dictionary.name} in", "features"),
-            *((axis, *more), dtype),
+            name=f"{name}_{statistic}",
+            request=request,
+            meaning=f"{meaning} of features of {dictionary.name} in",
+            over="features",
+            axes=(feature_axis, *extra_axes),
+            dtype=dtype,
             combine="max" if statistic == "max" else "sum",
             statistic=statistic,
             encoder=encoder,
             identity=identity,
         )
 
-    total = over_features("sum", "sum of the activations", "float64", _PARTS)
+    # A sum is stored in exact parts, so that it does not depend on the order of the tokens.
+    total = feature_statistic("sum", "sum of the activations", "float64", _PARTS)
     # float32 holds every activation of float32 and narrower dictionaries exactly; a maximum adds no rounding.
-    largest = over_features("max", "largest activation, 0 where never active,", "float32")
-    return replace(over_features("count", "number of active tokens", "int64"), companions=(total, largest))
+    largest = feature_statistic("max", "largest activation, 0 where never active,", "float32")
+    count = feature_statistic("count", "number of active tokens", "int64")
+    return replace(count, companions=(total, largest))
 
 
 def as_reduction(request: str | Features) -> Reduction:
-    """A reduction from the `reduce` argument of `HookSpec.capture`.
+    """The `Reduction` for the `reduce` argument of `HookSpec.capture`.
 
     Arguments:
         request: "norm", "mean", "run_mean", "logsumexp", "topk:10", or a dictionary to count features of.
@@ -230,5 +244,5 @@ def as_reduction(request: str | Features) -> Reduction:
         known = [*REDUCTIONS, "topk:10"]
         near = nearest(name, known)
         hint = f"; nearest is {near!r}" if near else ""
-        raise HookPointNotFound(f"expected a reduction such as {', '.join(known)}, found {name!r}{hint}")
+        raise HookPointNotFound(f"reduce=: expected one of {', '.join(known)}, found {name!r}{hint}")
     return REDUCTIONS[name]

@@ -96,7 +96,7 @@ class KeptCapture:
 
 @dataclass(frozen=True)
 class BoundSpec:
-    """A spec whose globs are expanded against the hook points of one model."""
+    """A HookSpec whose globs are replaced by the matching hook points of one model."""
 
     captures: tuple[Capture, ...] = ()
     """Captures in execution order."""
@@ -107,20 +107,25 @@ class BoundSpec:
     objective: Objective | None = None
     """Metric that gradients differentiate; None where no metric was set."""
     keeps: tuple[KeptCapture, ...] = ()
-    """What a store keeps, in execution order; empty where every capture is kept whole."""
+    """Captures with the tokens or the reduction to store, in execution order; empty where every capture is
+    stored in full."""
 
     @property
     def kept(self) -> tuple[KeptCapture, ...]:
-        """What a store keeps, in execution order: `keeps`, or every capture whole."""
+        """Captures with the tokens or the reduction to store, in execution order, one per stored array."""
         return self.keeps or tuple(map(KeptCapture, self.captures))
 
     def only(self, kept: Iterable[KeptCapture]) -> BoundSpec:
-        """Same interventions; captures restricted to those from which these stored arrays are computed."""
-        keeps = tuple(kept)
+        """A spec with the same interventions that captures only what the given stored arrays need.
+
+        Arguments:
+            kept: captures with the tokens or the reduction to store, one per stored array.
+        """
+        stored_captures = tuple(kept)
         # Several stored arrays may come from one capture, which the pass computes once.
-        captures = tuple(dict.fromkeys(keep.capture for keep in keeps))
-        is_whole = all(keep.keep == WHOLE for keep in keeps)
-        return replace(self, captures=captures, keeps=() if is_whole else keeps)
+        captures = tuple(dict.fromkeys(stored.capture for stored in stored_captures))
+        is_whole = all(stored.keep == WHOLE for stored in stored_captures)
+        return replace(self, captures=captures, keeps=() if is_whole else stored_captures)
 
     @property
     def is_empty(self) -> bool:
@@ -128,17 +133,19 @@ class BoundSpec:
         return not self.captures and not self.interventions and self.order is None
 
     def canonical(self) -> dict[str, Any]:
-        """Plain JSON values for a digest; payloads by the digest of their content.
+        """Captures and interventions as plain JSON values for a digest; tensors by the digest of their bytes.
 
         Captures are in execution order, interventions in order of registration.
         """
         return {
-            "captures": [[k.capture.name, k.capture.when, *k.keep.canonical()] for k in self.kept],
+            "captures": [
+                [stored.capture.name, stored.capture.when, *stored.keep.canonical()] for stored in self.kept
+            ],
             "interventions": self.canonical_interventions(),
         }
 
     def canonical_interventions(self) -> list[Any]:
-        """Plain JSON values of the interventions in order; the order of layers, if set, comes last."""
+        """Interventions as plain JSON values, in order; then the execution order of layers, if it is set."""
         changes = [[str(point), intervention.canonical()] for point, intervention in self.interventions]
         # An order of layers changes numbers as an intervention does, so it belongs to the digest of the run.
         return changes if self.order is None else [*changes, ["order", list(self.order)]]
@@ -149,18 +156,20 @@ class BoundSpec:
         return any(may_look_ahead(point, change) for point, change in self.interventions)
 
     def require_one_payload(self) -> None:
-        """Refuse payloads with one row per prompt, because batches of a stored run depend on memory.
+        """Refuse intervention tensors with one row per prompt.
+
+        A stored run chooses its batches by free memory, so rows of a tensor could not be matched to prompts.
 
         Raises:
-            InterventionError: for a payload whose batch axis is longer than 1.
+            InterventionError: for a tensor whose batch axis is longer than 1.
         """
         for point, change in self.interventions:
             rows = payload_rows(point, change)
             if rows > 1:
                 raise InterventionError(
-                    f"{type(change).__name__} at '{point}': expected a payload for all prompts, found one "
-                    f"with a row for each of {rows}; give each prompt a spec with its own row: "
-                    "mizarr.run(model, [mizarr.Run(prompt, spec), …], store=store)"
+                    f"{type(change).__name__} at '{point}': expected a tensor with a batch axis of length 1, "
+                    f"the same for all prompts, found {rows} rows; give each prompt a HookSpec with its own "
+                    "row: mizarr.run(model, [mizarr.Run(prompt, spec), …], store=store)"
                 )
 
     @property
@@ -170,11 +179,14 @@ class BoundSpec:
 
     @property
     def run_digest(self) -> str:
-        """Digest of the interventions alone; with the model and the token ids it identifies the run."""
+        """Digest of the interventions without the captures.
+
+        Together with the digests of the model and of the token ids it identifies a run.
+        """
         return digest("interventions", self.canonical_interventions())
 
     def digest_over(self, prompts: str) -> str:
-        """Digest of the run, and of the objective where gradients are captured.
+        """Digest of the interventions; where gradients are captured, also of the metric they differentiate.
 
         Arguments:
             prompts: digest of all prompts; enters where each prompt has a metric or a baseline of its own.
@@ -186,15 +198,15 @@ class BoundSpec:
         return digest("gradients", self.canonical_interventions(), objective)
 
     def require_objective(self) -> Objective:
-        """The objective whose gradients are captured.
+        """The metric whose gradients are captured, with its position and baselines.
 
         Raises:
             HookPointNotFound: where gradients are captured and no metric was set.
         """
         if self.objective is None:
             raise HookPointNotFound(
-                f"expected a metric whose gradient {self.gradients[0].name!r} is, found none; "
-                "add .gradient_of(LogitDifference(correct, wrong)), or --metric to mizarr capture"
+                f"{self.gradients[0].name!r} captures a gradient: expected a metric to differentiate, found "
+                "none; add .gradient_of(LogitDifference(correct, wrong)), or --metric to mizarr capture"
             )
         return self.objective
 
@@ -214,11 +226,11 @@ class Request(NamedTuple):
     is_gradient: bool
     """Whether the gradient is captured instead of the activation."""
     keep: Keep
-    """Which tokens or which reduction of it a store keeps."""
+    """Token selection and reduction that a store applies to the value."""
 
     @property
     def name(self) -> str:
-        """The point as `HookSpec.capture` takes it, with ``grad:`` for a gradient."""
+        """Hook point or glob as text for `HookSpec.capture`, with the prefix ``grad:`` for a gradient."""
         return capture_name(self.point, self.is_gradient)
 
 
@@ -396,46 +408,53 @@ class HookSpec:
             InterventionError: for an intervention at a point whose value no later operation reads.
         """
         # Logits are a hook point of stored captures only: a pass returns them without a hook.
-        kept = self._kept((*available, HookPoint.logits()) if stored else available, model)
+        kept = self._expanded_captures((*available, HookPoint.logits()) if stored else available, model)
         if not stored:
-            _refuse_keeps(kept)
-        captures = {keep.capture for keep in kept}
+            _refuse_partial_captures(kept)
+        captures = {kept_capture.capture for kept_capture in kept}
         interventions = [
             (point, change)
             for name, change in self._interventions
-            for point in _expanded(name, available, model)
+            for point in _matching_points(name, available, model)
         ]
         for point, change in interventions:
-            _refuse_derived(point, change)
-            _refuse_whole_states(point, change)
+            _refuse_point_never_read(point, change)
+            _require_positionwise_at_states(point, change)
         # Sorted by execution, so that two specs with the same captures have the same digest.
-        ordered = sorted(captures, key=_execution)
+        ordered = sorted(captures, key=_execution_order)
         bound = BoundSpec(tuple(ordered), tuple(interventions), objective=self._objective)
         if stored:
             bound.require_one_payload()
-        bound = bound.only(sorted(kept, key=lambda keep: (*_execution(keep.capture), keep.keep.suffix)))
+        bound = bound.only(
+            sorted(kept, key=lambda stored: (*_execution_order(stored.capture), stored.keep.suffix))
+        )
         if self._objective is not None and not bound.gradients:
             raise HookPointNotFound(
-                "expected a captured gradient to go with gradient_of(…), found none; add "
+                "gradient_of(…) was called: expected a captured gradient, found none; add "
                 f".capture('{GRADIENT}blocks.*.hook_resid_post')"
             )
         return bound
 
-    def _kept(self, available: Sequence[HookPoint], model: str) -> set[KeptCapture]:
+    def _expanded_captures(self, available: Sequence[HookPoint], model: str) -> set[KeptCapture]:
+        """The captures at each matching hook point, one per array that a store would hold."""
         kept: set[KeptCapture] = set()
         for name, when, is_gradient, keep in self._requests:
             if name == HookPoint.logits() and name not in available:
                 raise HookPointNotFound(
-                    f"expected a hook point inside the pass, found '{name}'; take cache.logits for all "
-                    "logits, or store a reduction of them with mizarr.capture"
+                    f"Model.forward: expected a hook point before the logits, found '{name}'; read the "
+                    "logits as cache.logits, or store a reduction of them with mizarr.capture"
                 )
-            for point in (_differentiable if is_gradient else _expanded)(name, available, model):
+            find_points = _differentiable_points if is_gradient else _matching_points
+            for point in find_points(name, available, model):
                 keep.require(point, capture_name(name, is_gradient))
                 kept |= {KeptCapture(Capture(point, when, is_gradient), stored) for stored in keep.stored}
         return kept
 
     def canonical(self) -> dict[str, Any]:
-        """Plain JSON values of the spec as written, globs unexpanded; keys use `BoundSpec.canonical`."""
+        """The spec as plain JSON values with globs as written, for equality and hash.
+
+        Keys of stored results use `BoundSpec.canonical`, whose globs are expanded.
+        """
         captures = [[request.name, request.when, *request.keep.canonical()] for request in self._requests]
         # Two specs with the same captures are equal whatever the order of the calls.
         captures.sort(key=canonical_json)
@@ -497,7 +516,7 @@ def require_spec(hooks: Any, what: str = "hooks") -> None:
 
 
 def as_spec(hooks: HookSpec | str | Sequence[str]) -> HookSpec:
-    """A HookSpec; names and globs become a spec that captures them."""
+    """The HookSpec itself, or a HookSpec that captures the given hook point names and globs."""
     if isinstance(hooks, HookSpec):
         return hooks
     return HookSpec().capture(*as_list(hooks))
@@ -530,45 +549,52 @@ def refuse_gradients(spec: BoundSpec, who: str) -> None:
         )
 
 
-def _refuse_keeps(kept: Iterable[KeptCapture]) -> None:
-    for keep in kept:
-        if keep.keep != WHOLE:
+def _refuse_partial_captures(kept: Iterable[KeptCapture]) -> None:
+    for kept_capture in kept:
+        keep = kept_capture.keep
+        if keep != WHOLE:
             raise HookPointNotFound(
-                f"expected whole activations, found {keep.capture.name!r}{keep.keep.arguments}; only a store "
-                "can keep a part: use mizarr.capture, or select from the values that the pass returns"
+                "expected captures without positions= and reduce=, found "
+                f"{kept_capture.capture.name!r}{keep.arguments}; store them with mizarr.capture, or capture "
+                "the whole activation and select from what the pass returns"
             )
 
 
-def _execution(capture: Capture) -> tuple[Any, ...]:
+def _execution_order(capture: Capture) -> tuple[Any, ...]:
     return capture.point.order, capture.when, capture.is_gradient
 
 
 def layers_by_variable(cells: Iterable[tuple[str, int | None]]) -> dict[str, list[int]]:
-    """Variable -> its layers, in order, of (variable, layer) cells; no layers for a point outside of them."""
+    """Stored variable -> its layers, from (variable, layer) pairs in their order.
+
+    Arguments:
+        cells: (variable, layer) pairs; layer None for a hook point outside the layers, which adds no layer.
+    """
     layers: dict[str, list[int]] = defaultdict(list)
     for variable, layer in cells:
         layers[variable] += [] if layer is None else [layer]
     return dict(layers)
 
 
-def _refuse_derived(point: HookPoint, change: Intervention) -> None:
+def _refuse_point_never_read(point: HookPoint, change: Intervention) -> None:
+    # A derived value, e.g. router probabilities, is computed only for captures.
     if BY_NAME[point.kind].is_derived:
         prefix = str(point).rpartition("hook_")[0]
         states = f"'{prefix}hook_state_seq' or '{prefix}hook_write'"
         instead = states if point.kind.startswith(STATE_ROOMS) else "a point from which it is computed"
         raise InterventionError(
             f"expected {type(change).__name__} at a point that later operations read, found '{point}', which "
-            f"is computed only to be captured; change {instead}"
+            f"is computed only to be captured; intervene at {instead} instead"
         )
 
 
-def _refuse_whole_states(point: HookPoint, change: Intervention) -> None:
+def _require_positionwise_at_states(point: HookPoint, change: Intervention) -> None:
     # States are computed one position after another, because each one determines the next.
     if point.kind in STATE_SEQUENCES and change.needs_all_positions:
         raise InterventionError(
-            f"expected an intervention that works position by position at '{point}', where states are "
-            f"computed one after another, found {type(change).__name__}; set is_positionwise = True in its "
-            "class if that is true of it"
+            f"{type(change).__name__} at '{point}': expected an intervention whose result at a position "
+            "depends on that position alone, because states are computed one position after another; if "
+            f"it is so, set is_positionwise = True in class {type(change).__name__}"
         )
 
 
@@ -579,27 +605,28 @@ def _as_point_or_glob(point: HookPoint | str) -> HookPoint | str:
 
 
 def _matches(registered: HookPoint | str, point: HookPoint) -> bool:
-    return registered == point if isinstance(registered, HookPoint) else bool(_glob_hits(registered, point))
-
-
-def _glob_hits(pattern: str, point: HookPoint) -> list[HookPoint]:
+    if isinstance(registered, HookPoint):
+        return registered == point
     try:
-        return expand(pattern, [point])
+        return bool(expand(registered, [point]))
     except HookPointNotFound:
-        return []
+        return False
 
 
-def _differentiable(
+def _differentiable_points(
     registered: HookPoint | str, available: Sequence[HookPoint], model: str
 ) -> list[HookPoint]:
-    """Matching points that later operations read; a glob skips derived points, a name must not be one."""
-    points = _expanded(registered, available, model)
+    """Matching hook points whose value later operations read, so that a gradient exists there.
+
+    A glob skips the other points; a name of one of them raises HookPointNotFound.
+    """
+    points = _matching_points(registered, available, model)
     read_later = [point for point in points if not BY_NAME[point.kind].is_derived]
     if not read_later:
         raise HookPointNotFound(
-            "expected a gradient at a point that later operations read, found "
-            f"{GRADIENT + str(registered)!r}, which is computed only to be captured, so that no metric "
-            "depends on it; choose a point from which it is computed"
+            f"{GRADIENT + str(registered)!r}: expected a hook point that later operations read, found one "
+            "that is computed only to be captured, so that no metric has a gradient there; capture the "
+            "gradient at a hook point from which it is computed"
         )
     return read_later
 
@@ -614,7 +641,9 @@ def capture_name(point: HookPoint | str, is_gradient: bool) -> str:
     return f"{GRADIENT}{point}" if is_gradient else str(point)
 
 
-def _expanded(registered: HookPoint | str, available: Sequence[HookPoint], model: str) -> list[HookPoint]:
+def _matching_points(
+    registered: HookPoint | str, available: Sequence[HookPoint], model: str
+) -> list[HookPoint]:
     if isinstance(registered, str):
         return expand(registered, available)
     require_known([registered], available, model)

@@ -36,10 +36,10 @@ class EarlyStop(Exception):
 
 
 class AttentionTaps(Protocol):
-    """The taps that attention calls, at scores and patterns."""
+    """Callbacks that attention calls with its scores and patterns, to capture or change them."""
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """The value to continue with at a hook point.
+        """Capture or change the value at a hook point; returns the value to continue with.
 
         Arguments:
             kind: hook point kind.
@@ -59,7 +59,7 @@ class AttentionTaps(Protocol):
         ...
 
     def changes_attention(self, layer: int) -> bool:
-        """Whether scores or pattern are changed by more than cutting edges (which is only a mask)."""
+        """Whether an intervention changes scores or pattern, other than by a mask that cuts edges."""
         ...
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
@@ -76,10 +76,10 @@ class AttentionTaps(Protocol):
 
 
 class Taps(Protocol):
-    """The taps that the loop over layers calls: of one bound spec, of many branches, or of fixed features."""
+    """Callbacks that the loop over layers calls at every hook point, to capture or change the value there."""
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """The value to continue with at a hook point; see `AttentionTaps`."""
+        """Capture or change the value x at a hook point; returns the value to continue with."""
         ...
 
     def captures(self, layer: int | None, *kinds: str) -> bool:
@@ -111,7 +111,7 @@ class Taps(Protocol):
 
 
 class StateTaps(Protocol):
-    """The taps that a recurrence calls where its states are computed one position after another."""
+    """Callbacks of a recurrent layer that computes its states one position after another."""
 
     def changed(self, state: Tensor, position: int) -> Tensor:
         """The state [batch, head, key, value] to continue with after a position.
@@ -123,7 +123,7 @@ class StateTaps(Protocol):
         ...
 
     def seen(self, before: Tensor, after: Tensor) -> None:
-        """Report the states [batch, head, position, key, value] before and after their interventions.
+        """Capture the states [batch, head, position, key, value] before and after their interventions.
 
         Arguments:
             before: states before their interventions.
@@ -133,10 +133,10 @@ class StateTaps(Protocol):
 
 
 class PassTaps(Taps, AttentionTaps, Protocol):
-    """The taps of a pass over prompts of one length: in layers, in attention, and at recurrent states."""
+    """Callbacks of a pass over prompts of one length: in layers, in attention, and at recurrent states."""
 
     def of_states(self, layer: int, kind: str, length: int) -> StateTaps | None:
-        """Taps for the recurrent states of a layer.
+        """Callbacks for the recurrent states of a layer.
 
         Arguments:
             layer: layer of the recurrence.
@@ -144,13 +144,13 @@ class PassTaps(Taps, AttentionTaps, Protocol):
             length: positions of the prompt.
 
         Returns:
-            The taps; None where the states are neither captured nor changed, so that a fused kernel may run.
+            None where the states are neither captured nor changed, so that a fused kernel may run.
         """
         ...
 
 
 class RunTaps:
-    """Taps of a plain forward pass under one bound spec."""
+    """Captures and interventions of one bound HookSpec, called at every hook point of a forward pass."""
 
     def __init__(
         self, spec: BoundSpec, sink: Sink, *, stop_early: bool = False, subset: PositionSubset | None = None
@@ -184,7 +184,7 @@ class RunTaps:
         """Captured points not seen yet, where the pass is to stop after the last of them."""
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """The value to continue with at a hook point; see `AttentionTaps`."""
+        """Capture or change the value x at a hook point; returns the value to continue with."""
         key = (kind, layer)
         if key not in self._touched:
             return x
@@ -211,13 +211,12 @@ class RunTaps:
         return any((kind, layer) in self._touched for kind in kinds)
 
     def changes_attention(self, layer: int) -> bool:
-        """Whether scores or pattern are changed by more than cutting edges (which is only a mask)."""
+        """Whether an intervention changes scores or pattern, other than by a mask that cuts edges."""
         scores = (*self._changes.get(("scores", layer), ()), *self._changes.get(("attn_scores", layer), ()))
         return self.changes(layer, "pattern") or any(not change.cuts_edges for change in scores)
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
-        """Bool [head, query, key], True at attention edges that are cut; None if none are.
-        See `AttentionTaps.cut`."""
+        """Bool [head, query, key], True at attention edges that are cut; None if none are."""
         scores = (*self._changes.get(("scores", layer), ()), *self._changes.get(("attn_scores", layer), ()))
         # Masks and edges from the end refer to the whole prompt, of which a subset computes some queries.
         length = queries if self._subset is None else self._subset.length
@@ -235,13 +234,12 @@ class RunTaps:
                 raise EarlyStop
 
     def of_states(self, layer: int, kind: str, length: int) -> StateTaps | None:
-        """Taps for the recurrent states of a layer; None where they are neither captured nor changed.
-        See `PassTaps.of_states`."""
+        """Callbacks for a layer's recurrent states; None where states are neither captured nor changed."""
         return RunStateTaps(self, kind, layer, length) if self.touches(layer, kind) else None
 
 
 class RunStateTaps:
-    """Taps for the states of one layer under one spec (`StateTaps`)."""
+    """Captures and interventions of one bound HookSpec at the recurrent states of one layer."""
 
     def __init__(self, taps: RunTaps, kind: str, layer: int, length: int) -> None:
         """Prepare the states of one layer.
@@ -255,7 +253,7 @@ class RunStateTaps:
         self._taps, self._place, self._length = taps, (kind, layer), length
 
     def changed(self, state: Tensor, position: int) -> Tensor:
-        """See `StateTaps`."""
+        """The state [batch, head, key, value] after a position, with the interventions applied."""
         # Interventions expect the hook point's position axis, which a single state lacks.
         subset, x = PositionSubset(np.array([position]), self._length), state.unsqueeze(2)
         for change in self._taps._changes.get(self._place, ()):
@@ -263,9 +261,9 @@ class RunStateTaps:
         return x.squeeze(2)
 
     def seen(self, before: Tensor, after: Tensor) -> None:
-        """See `StateTaps`."""
+        """Capture the states [batch, head, position, key, value] before and after their interventions."""
         taps, place = self._taps, self._place
-        for wanted, states in ((taps._before, before), (taps._after, after)):
-            if place in wanted:
-                taps._sink(wanted[place], states)
+        for captures, states in ((taps._before, before), (taps._after, after)):
+            if place in captures:
+                taps._sink(captures[place], states)
         taps._mark_seen(place)

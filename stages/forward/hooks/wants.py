@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Logits:
-    """Selection of logits to compute."""
+    """Positions and vocabulary items at which a forward pass computes logits."""
 
     positions: tuple[int, ...] | None = None
     """Prompt positions, negative from the end; None for every position."""

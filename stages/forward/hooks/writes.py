@@ -35,7 +35,7 @@ WRITES = tuple(f"{room}_write" for room in STATE_ROOMS)
 
 @dataclass(frozen=True)
 class _WriteSpec(PlacedSpec):
-    """State writes of selected layers and heads, at positions that add up."""
+    """State writes of selected layers and heads; each call of `position` adds a position to the others."""
 
     chosen_positions: tuple[int, ...] = ()
     """Positions whose writes are changed; negative from the end."""
@@ -60,29 +60,32 @@ class _WriteSpec(PlacedSpec):
             InterventionError: for a model without recurrent state, for layers, heads or positions that it
                 does not have, and for no position.
         """
-        points = _writes(config)
+        points = _write_points(config)
         if not points:
             raise InterventionError(
-                "expected a model whose tokens write to a state (RWKV-5 to 7, Mamba, hybrids), found "
-                f"{config.model_type}; cut attention edges where a model attends (KnockoutSpec)"
+                f"{type(self).__name__}: expected a model with a recurrent state (RWKV-5 to 7, Mamba, "
+                f"hybrids), found {config.model_type}; for attention use KnockoutSpec or SteeringSpec"
             )
         # The second axis of a write is that of its heads, whose name differs by recurrence (ssm_head,
         # linear_head, …).
         self.require_places(config.num_layers, config.axis_sizes[points[0].dims[1]])
-        without = sorted(set(self.chosen_layers or ()) - {point.layer for point in points})
-        if without:
+        stateless = sorted(set(self.chosen_layers or ()) - {point.layer for point in points})
+        if stateless:
             raise InterventionError(
-                f"expected layers with a recurrent state, found layer {without[0]} of {config.model_type}, "
-                f"which has none; those that have one are {', '.join(str(point.layer) for point in points)}"
+                f"{type(self).__name__}: expected layers with a recurrent state, found layer {stateless[0]} "
+                f"of {config.model_type}, which has none; choose among "
+                f"{', '.join(str(point.layer) for point in points)}"
             )
         if not self.chosen_positions:
             raise InterventionError(
-                "expected at least one position whose write is changed, found none; add one with .position(0)"
+                f"{type(self).__name__}: expected at least one position whose state write is changed, found "
+                "none; add one with .position(0)"
             )
         outside = [position for position in self.chosen_positions if not -length <= position < length]
         if outside:
             raise InterventionError(
-                f"expected positions in 0..{length - 1} (or negative, from the end), found {outside[0]}"
+                f"{type(self).__name__}: expected positions in 0..{length - 1} (or negative, from the end), "
+                f"found {outside[0]}"
             )
 
     def positions_from_start(self, length: int) -> tuple[int, ...]:
@@ -92,20 +95,20 @@ class _WriteSpec(PlacedSpec):
     def at_writes(self, config: Architecture, change: Intervention) -> HookSpec:
         """A HookSpec with the intervention at the state write of every selected recurrent layer."""
         spec = HookSpec()
-        for point in _writes(config):
+        for point in _write_points(config):
             if point.layer is not None and self.applies_to_layer(point.layer):
                 spec = spec.intervene(point, change)
         return spec
 
 
-def _writes(config: Architecture) -> list[HookPoint]:
+def _write_points(config: Architecture) -> list[HookPoint]:
     """Hook points of a model's state writes, by layer; empty for a model without recurrence."""
     return [point for point in config.hook_points if point.kind in WRITES]
 
 
 @dataclass(frozen=True)
 class StateKnockoutSpec(_WriteSpec):
-    """State writes to leave out: the state then only decays at these positions.
+    """Writes of tokens to a recurrent state to leave out: at their positions the state only decays.
 
     >>> StateKnockoutSpec().position(0).layer_range(2, 3).chosen_layers
     (2, 3)
@@ -129,7 +132,10 @@ class StateKnockoutSpec(_WriteSpec):
 
 @dataclass(frozen=True)
 class StateSteeringSpec(_WriteSpec):
-    """State writes to scale: factor 0 knocks them out, 1 changes nothing, a negative one flips their sign."""
+    """Writes of tokens to a recurrent state to scale.
+
+    Factor 0 leaves a write out, 1 changes nothing, a negative factor flips its sign.
+    """
 
     factor: float = 1.0
     """Factor of k v^T in the write."""
@@ -176,9 +182,9 @@ def state_hooks(
         InterventionError: if the model or the prompt does not have the writes.
     """
     if rule == "per_layer":
-        recurrent = [point.layer for point in _writes(config) if point.layer is not None]
-        intact = [layer for layer in recurrent if not knockout.applies_to_layer(layer)]
-        steered = [layer for layer in intact if steering.applies_to_layer(layer)]
+        recurrent = [point.layer for point in _write_points(config) if point.layer is not None]
+        without_knockout = [layer for layer in recurrent if not knockout.applies_to_layer(layer)]
+        steered = [layer for layer in without_knockout if steering.applies_to_layer(layer)]
         if not steered:
             return knockout.hooks(config, length)
         steering = steering.layers(steered)

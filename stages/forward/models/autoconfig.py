@@ -99,27 +99,31 @@ class CompatibilityReport:
 
     @property
     def is_compatible(self) -> bool:
-        """Whether the report has no issues."""
+        """Whether mizarr's own networks can run the checkpoint."""
         return not self.issues
 
     def require(self) -> Architecture:
-        """Return the architecture. ConfigError lists every issue of an incompatible checkpoint."""
+        """Return the architecture.
+
+        Raises:
+            ConfigError: for a checkpoint that cannot run; lists every issue.
+        """
         if self.issues or self.config is None:
-            kind = "" if self.known_family else ", an unknown family,"
+            family_note = "" if self.known_family else ", an unknown family,"
             listed = "\n".join(f"  - {issue}" for issue in self.issues)
             raise ConfigError(
-                f"a {self.model_type!r} checkpoint{kind} cannot run here; {len(self.issues)} things stand in "
-                f"the way:\n{listed}\ntransformers itself may run it: backend='transformers', or --backend "
-                f"transformers. Supported families: {', '.join(sorted(KNOWN))}, and transformers laid out as "
-                "these are"
+                f"mizarr's own networks cannot run this {self.model_type!r} checkpoint{family_note} for "
+                f"{len(self.issues)} reasons:\n{listed}\ntransformers may be able to run it: "
+                "backend='transformers', or --backend transformers. Supported families: "
+                f"{', '.join(sorted(KNOWN))}, and models whose tensors are laid out as in one of these"
             )
         return self.config
 
 
 def architecture_of(raw: dict[str, Any], weight_files: Files, source: str = "config.json") -> Architecture:
-    """The architecture of a checkpoint.
+    """Layers, sizes and hook points of a checkpoint, from config.json and, if needed, shapes of its tensors.
 
-    Shapes of tensors are read only for an unknown family, and for the few known ones that need them.
+    Shapes are read only for an unknown family, and for the few known families whose config leaves sizes open.
 
     Arguments:
         raw: contents of config.json.
@@ -134,12 +138,12 @@ def architecture_of(raw: dict[str, Any], weight_files: Files, source: str = "con
         return report(raw, read_shapes(weight_files), source).require()
     # Headers of pickled checkpoints can only be read with torch, which a plan should not import.
     shapes = read_shapes(weight_files) if family.reads_tensors else {}
-    with _in_one_line(source):
+    with _config_errors(source):
         return family.read(ConfigReader(raw, source), shapes)
 
 
 @contextmanager
-def _in_one_line(source: str) -> Iterator[None]:
+def _config_errors(source: str) -> Iterator[None]:
     """In this block, arithmetic and type errors from absurd config values become a ConfigError."""
     try:
         yield
@@ -148,8 +152,8 @@ def _in_one_line(source: str) -> Iterator[None]:
     # config.json may come from anyone: a width of 0 or a list for a number must not end in a traceback.
     except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{source}: expected values that a model of this family has, found others "
-            f"({type(error).__name__}: {error!s:.80}); correct the file, or fetch it again"
+            f"{source}: expected sizes and options that a model of this family can have, found values that "
+            f"cannot be read ({type(error).__name__}: {error!s:.80}); correct the file, or fetch it again"
         ) from error
 
 
@@ -165,17 +169,17 @@ def report(raw: dict[str, Any], shapes: TensorShapes, source: str = "config.json
         ConfigError: if the config has no model_type.
     """
     model_type = model_type_of(raw, source)
-    with _in_one_line(source):
+    with _config_errors(source):
         family = KNOWN.get(model_type)
         if family is not None and not family.reports_unread_keys:
-            return _examine_known(family, raw, shapes, source)
+            return _report_without_unread_keys(family, raw, shapes, source)
         return examine(raw, shapes, family, source)
 
 
-def _examine_known(
+def _report_without_unread_keys(
     family: KnownFamily, raw: dict[str, Any], shapes: TensorShapes, source: str
 ) -> CompatibilityReport:
-    """Report for a known family that does not report unread keys."""
+    """Report whether a checkpoint of a known family can run, without warnings about unread config keys."""
     try:
         config = family.read(ConfigReader(raw, source), shapes)
     except (ConfigError, WeightsError) as error:
@@ -188,7 +192,7 @@ def _examine_known(
 def examine(
     raw: dict[str, Any], shapes: TensorShapes, family: KnownFamily | None, source: str = "config.json"
 ) -> CompatibilityReport:
-    """As `report`, for a given family; None infers the architecture, whatever the model_type.
+    """Report whether a checkpoint can run, read as a given family or with an inferred architecture.
 
     Arguments:
         raw: contents of config.json.
@@ -211,7 +215,9 @@ def examine(
     if not is_known:
         # An issue, not a warning: a tensor inside a layer that nothing uses means another computation.
         inside = [name for name in unused if ".layers." in name]
-        issues += [f"expected only tensors the decoder uses, found {name}" for name in one_per_kind(inside)]
+        issues += [
+            f"expected only tensors that mizarr's decoder uses, found {name}" for name in one_per_kind(inside)
+        ]
     issues += tensor_issues(shapes, config)
     warnings = [f"{key} in {source} was not read" for key in unread_keys(raw, reader)]
     warnings += [f"tensor {name} is not used" for name in one_per_kind(unused)]
@@ -219,7 +225,7 @@ def examine(
 
 
 def required_scalars(raw: Mapping[str, Any], source: str) -> list[str]:
-    """One issue per key of `REQUIRED` that the config lacks.
+    """Issues for sizes that config.json must give as integers and does not, one line each.
 
     Arguments:
         raw: contents of config.json.
@@ -234,13 +240,13 @@ def required_scalars(raw: Mapping[str, Any], source: str) -> list[str]:
     # The usual reason why all of these keys are missing at once.
     if issues and isinstance(raw.get("text_config"), dict):
         issues.append(
-            f"{source} describes a multimodal model (it has a text_config); only text models run here"
+            f"{source} describes a multimodal model (it has a text_config); mizarr runs text models only"
         )
     return issues
 
 
 def unfollowed_keys(raw: Mapping[str, Any], source: str) -> list[str]:
-    """Issues for keys known to change numbers, set to values at which they do.
+    """Issues for config keys that change the forward pass in ways that the decoder does not implement.
 
     Arguments:
         raw: contents of config.json.
@@ -248,22 +254,22 @@ def unfollowed_keys(raw: Mapping[str, Any], source: str) -> list[str]:
     """
     return [
         f"{source}: expected {key} to be absent, null{''.join(f' or {value!r}' for value in neutral)}, found "
-        f"{raw[key]!r}, which this decoder does not follow"
+        f"{raw[key]!r}, which mizarr's decoder does not implement"
         for key, neutral in NEUTRAL.items()
         if raw.get(key) is not None and raw[key] not in neutral
     ]
 
 
 def unread_keys(raw: Mapping[str, Any], reader: ConfigReader) -> list[str]:
-    """Keys of a config that were not read, are not null, and are not in `BENIGN_KEYS`; sorted.
+    """Config keys that may change the forward pass and that mizarr did not read, sorted.
 
     Arguments:
         raw: contents of config.json.
-        reader: has read the architecture from it.
+        reader: the reader that has read the architecture, which knows the keys it was asked for.
     """
     # A null key counts as absent.
-    top = {key for key, value in raw.items() if value is not None} - reader.read - BENIGN_KEYS
-    return sorted(top | reader.ignored)
+    set_keys = {key for key, value in raw.items() if value is not None}
+    return sorted((set_keys - reader.read - BENIGN_KEYS) | reader.ignored)
 
 
 def inferred(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
@@ -289,7 +295,8 @@ def inferred(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     # Families name epsilon differently; the first key that is set counts.
     eps_key = next((key for key in EPS_KEYS if raw.get(key) is not None), EPS_KEYS[0])
     eps, hidden = config.number(eps_key, 1e-6 if gemma else 1e-5), config.integer("hidden_size")
-    is_one, (is_fused, is_gated) = "self_attn.qkv_proj.weight" in layer_0_shapes, _mlp_layout(layer_0_shapes)
+    is_qkv_fused = "self_attn.qkv_proj.weight" in layer_0_shapes
+    is_mlp_fused, is_gated = _mlp_layout(layer_0_shapes)
     act = read_activation(
         config,
         "gelu_pytorch_tanh" if gemma else "silu",
@@ -305,18 +312,19 @@ def inferred(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         kv_heads=_inferred_kv_heads(raw, layer_0_shapes),
         qkv_bias="self_attn.q_proj.bias" in layer_0_shapes or "self_attn.qkv_proj.bias" in layer_0_shapes,
         o_bias="self_attn.o_proj.bias" in layer_0_shapes,
-        layout="by part" if is_one else "separate",
+        layout="by part" if is_qkv_fused else "separate",
         qk_norm=QkNorm("head", eps, norm) if "self_attn.q_norm.weight" in layer_0_shapes else None,
         scale=_query_scale(config, gemma2=gemma2),
         logit_softcap=config.optional_number("attn_logit_softcapping"),
     )
     names = ("down_proj", "c_fc", "gate_proj", "gate_up_proj")
     mlp_bias = any(f"mlp.{name}.bias" in layer_0_shapes for name in names)
-    parts = ("gate_up_proj", "down_proj") if is_fused else LLAMA.mlp_parts if is_gated else ("c_fc", "c_proj")
+    separate_parts = LLAMA.mlp_parts if is_gated else ("c_fc", "c_proj")
+    mlp_parts = ("gate_up_proj", "down_proj") if is_mlp_fused else separate_parts
     return build.decoder(
         config,
         attention,
-        build.mlp(config, act, is_fused=is_fused, is_gated=is_gated, bias=mlp_bias),
+        build.mlp(config, act, is_fused=is_mlp_fused, is_gated=is_gated, bias=mlp_bias),
         context=build.PositionContext(
             max_positions=4096,
             rope=build.rope_everywhere(is_partial=True),
@@ -333,8 +341,8 @@ def inferred(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         spelling=replace(
             LLAMA,
             ln2="pre_feedforward_layernorm" if post_norms else LLAMA.ln2,
-            attention_in="qkv_proj" if is_one else "",
-            mlp_parts=parts,
+            attention_in="qkv_proj" if is_qkv_fused else "",
+            mlp_parts=mlp_parts,
         ),
     )
 
@@ -349,7 +357,9 @@ def tensor_issues(shapes: TensorShapes, config: Architecture) -> list[str]:
     shapes = {**shapes, **{name: shapes[copy] for name, copy in config.tensors.stand_ins(shapes).items()}}
     expected = expected_tensors(config)
     missing = [name for name in expected if name not in shapes]
-    issues = [f"expected a tensor {name}, found {_instead(name, shapes)}" for name in one_per_kind(missing)]
+    issues = [
+        f"expected a tensor {name}, found {_similar_names(name, shapes)}" for name in one_per_kind(missing)
+    ]
     misshapen = [name for name, shape in expected.items() if name in shapes and shapes[name] != shape]
     for label in one_per_kind(misshapen):
         name = label.partition(" ")[0]
@@ -360,14 +370,21 @@ def tensor_issues(shapes: TensorShapes, config: Architecture) -> list[str]:
 
 
 def one_per_kind(names: Iterable[str]) -> list[str]:
-    """Group names that differ only in the layer: the first name and the number of further layers of each."""
-    kinds: dict[str, list[str]] = defaultdict(list)
+    """Group tensor names that differ only in the layer, e.g. "layers.0.w (and in 11 more layers)".
+
+    Arguments:
+        names: names of tensors.
+
+    Returns:
+        One text per group: its first name and the number of further layers.
+    """
+    groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         # Only numbers between dots: experts and layers have them.
-        kinds[re.sub(r"\.\d+\.", ".*.", name)].append(name)
+        groups[re.sub(r"\.\d+\.", ".*.", name)].append(name)
     return [
-        similar[0] + (f" (and in {len(similar) - 1} more layers)" if similar[1:] else "")
-        for similar in kinds.values()
+        group[0] + (f" (and in {len(group) - 1} more layers)" if group[1:] else "")
+        for group in groups.values()
     ]
 
 
@@ -388,8 +405,7 @@ def _windows(config: ConfigReader, *, alternates: bool) -> build.Windows:
 
 
 def _query_scale(config: ConfigReader, *, gemma2: bool) -> float | None:
-    """Factor on attention scores: from `query_pre_attn_scalar` (Gemma 2: 256 by default), or None if
-    absent."""
+    """Factor on attention scores by `query_pre_attn_scalar` (Gemma 2: default 256); None if it is absent."""
     if not gemma2 and config.raw.get("query_pre_attn_scalar") is None:
         return None
     return 1 / math.sqrt(config.positive("query_pre_attn_scalar", 256.0))
@@ -409,16 +425,18 @@ def _inferred_kv_heads(raw: Mapping[str, Any], layer_0_shapes: TensorShapes) -> 
     return shape[0] // width if shape and isinstance(width, int) and shape[0] % width == 0 else None
 
 
-def _instead(name: str, shapes: TensorShapes) -> str:
-    """Names of up to four tensors similar to a missing one, for errors."""
-    marks = {
+def _similar_names(name: str, shapes: TensorShapes) -> str:
+    """Names of up to four tensors of a checkpoint that may be what a missing tensor is called there."""
+    words_by_part = {
         "embed": ("embed", "wte"),
         "norm": ("norm", "ln_"),
         "attn": ("attn", "attention"),
         "mlp": ("mlp", "ffn", "fc"),
         "lm_head": ("head", "embed_out"),
     }
-    words = next((similar for mark, similar in marks.items() if mark in name.partition(" ")[0]), ())
+    # A name may be followed by " (and in 11 more layers)".
+    tensor_name = name.partition(" ")[0]
+    words = next((words for part, words in words_by_part.items() if part in tensor_name), ())
     candidates = [
         tensor
         for tensor in shapes
@@ -431,7 +449,7 @@ def _instead(name: str, shapes: TensorShapes) -> str:
 def _naming_hint(shapes: TensorShapes) -> list[str]:
     for prefix, convention in CONVENTIONS.items():
         if any(name.startswith(prefix) for name in shapes):
-            return [f"the tensors are named as in {convention} ({prefix}…), which this decoder does not read"]
+            return [f"the tensors are named as in {convention} ({prefix}…), which other families cannot use"]
     if not any(name.startswith("model.layers.") for name in shapes):
         return [f"no tensor is named model.layers.…; the first are {', '.join(sorted(shapes)[:5])}"]
     return []

@@ -24,22 +24,22 @@ __all__ = ["BackendChoice", "backend_of", "bridge_issues"]
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The backend that would run a checkpoint."""
+    """Which implementation would run a checkpoint: mizarr's own networks, or transformers."""
 
     name: Literal["native", "transformers"] | None
     """Backend name; None if no backend can run the checkpoint."""
     reason: str
-    """Why, in one line."""
+    """Why this backend would run it, or why none can, in one line."""
     missing: tuple[str, ...] = ()
     """Features that this backend lacks for the checkpoint, one line each."""
 
     def to_json(self) -> dict[str, Any]:
-        """The fields by name."""
+        """The fields by name, as plain JSON values."""
         return asdict(self)
 
 
 def bridge_issues(files: ModelFiles, *, remembered_only: bool) -> tuple[BridgeConfig | None, list[str]]:
-    """Config of a checkpoint behind the bridge, or reasons why it cannot run there.
+    """Architecture of a checkpoint as transformers runs it, or reasons why transformers cannot run it.
 
     Arguments:
         files: files of the checkpoint.
@@ -54,20 +54,21 @@ def bridge_issues(files: ModelFiles, *, remembered_only: bool) -> tuple[BridgeCo
     except MizarrError as error:
         return None, [str(error)]
     if finding is None:
-        return None, ["not looked into by the transformers bridge yet"]
+        return None, ["not tried in transformers yet; load it once with backend='transformers'"]
     return finding.config, [] if finding.config is not None else [finding.refused]
 
 
 def backend_of(
     files: ModelFiles, layout: str, issues: Sequence[str], *, remembered_only: bool
 ) -> BackendChoice:
-    """Choose the backend of a checkpoint.
+    """Choose whether mizarr's own networks or transformers run a checkpoint, and say why.
 
     Arguments:
         files: files of the checkpoint.
         layout: the reason to report if mizarr's own networks run it.
-        issues: why they cannot; for a checkpoint requested behind the bridge, why that cannot.
-        remembered_only: see `bridge_issues`.
+        issues: reasons why mizarr's own networks cannot run it, or why transformers cannot if the user asked
+            for that; empty if it can run.
+        remembered_only: use only an earlier examination in transformers, and load no model.
     """
     if not issues and not files.is_bridged:
         return BackendChoice("native", layout)
@@ -76,11 +77,11 @@ def backend_of(
     config, obstacles = bridge_issues(files, remembered_only=remembered_only)
     if config is not None:
         if files.is_bridged:
-            when = "as asked for"
+            when = "as requested"
         elif files.may_be_bridged_unasked:
-            when = "as its family is not known"
+            when = "because mizarr does not know its family"
         else:
-            when = "if asked for: backend='transformers'"
-        reason = f"{when}; found and checked in {config.class_name} of transformers {config.transformers}"
+            when = "only if requested with backend='transformers'"
+        reason = f"{when}; tried with {config.class_name} of transformers {config.transformers}"
         return BackendChoice("transformers", reason, config.remarks)
-    return BackendChoice(None, f"the bridge: {obstacles[0]}")
+    return BackendChoice(None, f"transformers cannot run it either: {obstacles[0]}")

@@ -28,7 +28,7 @@ METHOD = 1
 
 @dataclass(frozen=True)
 class BridgeFinding:
-    """Result of probing a checkpoint."""
+    """What a trial run of a checkpoint in transformers found: its architecture, or why it cannot run."""
 
     config: BridgeConfig | None
     """Architecture that the probe found; None for a refused checkpoint."""
@@ -36,20 +36,24 @@ class BridgeFinding:
     """One-line reason of a refusal; empty for a supported checkpoint."""
 
     def require(self) -> BridgeConfig:
-        """The architecture. ConfigError if the checkpoint is refused."""
+        """Return the architecture.
+
+        Raises:
+            ConfigError: if the checkpoint cannot run through transformers; says why.
+        """
         if self.config is None:
-            raise ConfigError(f"the transformers bridge cannot run it: {self.refused}")
+            raise ConfigError(f"backend='transformers' cannot run this checkpoint: {self.refused}")
         return self.config
 
 
 @dataclass(frozen=True)
 class BridgeCase:
-    """A checkpoint to run through transformers."""
+    """A checkpoint that transformers is to run, identified by its files."""
 
     directory: Path
     """Folder of the checkpoint."""
     weight_files: tuple[Path, ...]
-    """Its weight files."""
+    """Weight files of the checkpoint."""
     raw: Mapping[str, Any]
     """Contents of config.json."""
     weights: str
@@ -62,24 +66,24 @@ class BridgeCase:
         return digest("bridge", METHOD, self.weights, json.dumps(dict(self.raw)))
 
     def remembered(self) -> BridgeFinding | None:
-        """Stored finding of an earlier probe with the installed transformers version; None without one.
+        """Stored result of a trial run with the installed transformers version; None if there is none.
 
-        If transformers is not installed, the finding of the newest version that could run the checkpoint.
+        If transformers is not installed, the result of the newest version that could run the checkpoint.
         """
         texts, installed = layout_verdicts().find(self.digest), witness()
         if installed is not None:
-            return _read(texts.get(installed))
+            return _finding_from_json(texts.get(installed))
         findings = [
             # A refusal of some version says nothing of the next one; an architecture still names what was
             # computed.
             finding
             for text in texts.values()
-            if (finding := _read(text)) is not None and finding.config
+            if (finding := _finding_from_json(text)) is not None and finding.config
         ]
         return max(findings, key=_transformers_version, default=None)
 
     def finding(self) -> BridgeFinding:
-        """Return the stored finding, or probe the checkpoint and store the finding.
+        """Return the stored result of an earlier trial run, or run the checkpoint and store the result.
 
         Raises:
             ConfigError, WeightsError: if the checkpoint cannot be loaded; this is not remembered.
@@ -110,8 +114,8 @@ class BridgeCase:
             return BridgeFinding(None, str(reason))
 
 
-def _read(text: str | None) -> BridgeFinding | None:
-    """Parse a remembered finding; None for any other text."""
+def _finding_from_json(text: str | None) -> BridgeFinding | None:
+    """Parse a finding that was stored earlier; None if the text is no such finding."""
     try:
         record = json.loads(text or "")
         config = record["config"]
@@ -123,6 +127,6 @@ def _read(text: str | None) -> BridgeFinding | None:
 
 
 def _transformers_version(finding: BridgeFinding) -> list[int]:
-    """Version numbers of transformers at the time of the probe, e.g. [4, 57, 1]."""
+    """Version of transformers that ran the checkpoint, as numbers, e.g. [4, 57, 1]."""
     # As numbers: "4.9" would sort after "4.57" as text.
     return [int(number) for number in re.findall(r"\d+", finding.require().transformers)]

@@ -77,7 +77,7 @@ def fetch_files(
         revision: branch, tag or commit; None for "main".
         commit: commit of the revision, from `listed_files`.
         sizes: file -> bytes, from `listed_files`.
-        progress: see `fetch`.
+        progress: whether to show bytes, rate and remaining time on stderr.
 
     Returns:
         Folder of the files.
@@ -90,22 +90,28 @@ def fetch_files(
     cache, repository = hub_cache(), repository_folder(name)
     with hub_errors(name, revision):
         blobs = repository / "blobs"
-        _check_space(name, cache, sum(sizes.values()) - _arrived(blobs, unfinished=False))
+        _require_space(name, cache, sum(sizes.values()) - _bytes_in_cache(blobs, unfinished=False))
         with Progress(quiet=not progress) as bars, _quiet_hub():
             task = bars.task(f"fetching {name}", total=sum(sizes.values()), unit="B")
-            with _watch(blobs, task):
+            with _progress_from_disk(blobs, task):
                 # By the commit just listed: a branch that moves meanwhile must not mix two checkpoints.
                 snapshot_download(name, revision=commit, cache_dir=cache, allow_patterns=sorted(sizes))
-    _remember(repository, revision or "main", commit)
+    _write_reference(repository, revision or "main", commit)
     return repository / "snapshots" / commit
 
 
 def remote_files(name: str, revision: str | None = None) -> tuple[str, dict[str, int]]:
-    """(commit, file -> bytes) of the files that `fetch` would download. DownloadError without weights.
+    """List the files of a repository that `fetch` would download.
 
     Arguments:
         name: hub id.
         revision: branch, tag or commit; None for "main".
+
+    Returns:
+        (commit, file name -> bytes).
+
+    Raises:
+        DownloadError: for a repository without weight files that can be read.
     """
     commit, sizes = listed_files(name, revision)
     needed = set(wanted_files(list(sizes)))
@@ -114,18 +120,21 @@ def remote_files(name: str, revision: str | None = None) -> tuple[str, dict[str,
             file for file in sizes if file.endswith((".bin", ".pt", ".pth", ".gguf", ".safetensors"))
         )
         raise DownloadError(
-            f"expected {WEIGHTS}, {INDEX} or {PICKLED} in {name}, found "
-            f"{', '.join(weights[:4]) or 'no weights'}; look for a converted copy of the model"
+            f"expected {WEIGHTS}, {INDEX} or {PICKLED} in the hub repository {name}, found "
+            f"{', '.join(weights[:4]) or 'no weight files'}; look on the hub for a copy in safetensors"
         )
     return commit, {file: size for file, size in sizes.items() if file in needed}
 
 
 def listed_files(name: str, revision: str | None = None) -> tuple[str, dict[str, int]]:
-    """(commit, file -> bytes) of all files of a repository.
+    """List all files of a hub repository.
 
     Arguments:
         name: hub id.
         revision: branch, tag or commit; None for "main".
+
+    Returns:
+        (commit, file name -> bytes).
     """
     from huggingface_hub import HfApi
 
@@ -134,17 +143,21 @@ def listed_files(name: str, revision: str | None = None) -> tuple[str, dict[str,
 
 
 def wanted_files(names: Sequence[str]) -> list[str]:
-    """The files of a repository that a forward pass reads.
+    """Select the files of a repository that a forward pass reads.
 
-    Shards only if there is no single weight file, the vocabulary of RWKV World only without a tokenizer.json.
+    Shards count only if there is no single weight file, an RWKV World vocabulary only if there is no
+    tokenizer.json.
+
+    Arguments:
+        names: all file names of the repository.
     """
     # Folders of a repository hold other formats (onnx, original weights) of the same model.
     top_level = [name for name in names if "/" not in name]
     vocabularies = [] if TOKENIZER in names else fnmatch.filter(top_level, WORLD)
-    return [*(name for name in SMALL if name in names), *vocabularies, *_weights(names)]
+    return [*(name for name in SMALL if name in names), *vocabularies, *_weight_files(names)]
 
 
-def _weights(names: Sequence[str]) -> list[str]:
+def _weight_files(names: Sequence[str]) -> list[str]:
     """The weight file, or index and shards, of the first format in `FORMATS` that the repository has."""
     # safetensors first: pickles need torch even to list their tensors.
     for single, index, shard in FORMATS:
@@ -157,8 +170,7 @@ def _weights(names: Sequence[str]) -> list[str]:
 
 @contextmanager
 def hub_errors(name: str, revision: str | None) -> Iterator[None]:
-    """In this block, errors of the hub client become ModelNotFound or DownloadError with a one-line
-    message.
+    """In this block, errors of the hub client become ModelNotFound or DownloadError with one line of text.
 
     Arguments:
         name: hub id.
@@ -177,46 +189,52 @@ def hub_errors(name: str, revision: str | None) -> Iterator[None]:
         raise
     except GatedRepoError as error:
         raise ModelNotFound(
-            f"{name} is gated: accept its terms on its page, then set HF_TOKEN to a token of that account"
+            f"{name} is gated on the Hugging Face hub: accept its terms at https://huggingface.co/{name}, "
+            "then set HF_TOKEN to an access token of that account"
         ) from error
     except RevisionNotFoundError as error:
         raise ModelNotFound(
-            f"{name} has no revision {revision!r}; expected a branch, a tag or a commit"
+            f"expected a branch, tag or commit of {name}, found {revision!r}; leave it out for main"
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelNotFound(
-            f"the hub has no model {name!r} for you; check the spelling, and set HF_TOKEN if it is private"
+            f"expected a model on the Hugging Face hub, found none named {name!r}; check the spelling, and "
+            "set HF_TOKEN if it is private"
         ) from error
     except HFValidationError as error:
         raise ModelNotFound(f"expected a hub id such as org/name, found {name!r}") from error
-    except _unreachable() as error:
+    except _connection_errors() as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DownloadError(
-            f"the hub did not deliver {name}: {reason}; what arrived is kept, so try again when you are "
-            "online"
+            f"the download of {name} from the Hugging Face hub failed: {reason}; finished files are kept, "
+            "so run the same command again when you are online"
         ) from error
 
 
-def _unreachable() -> tuple[type[Exception], ...]:
-    """Errors of the hub client without a connection: OSError, and those of the HTTP library of its
-    version."""
+def _connection_errors() -> tuple[type[Exception], ...]:
+    """Errors that the hub client raises without a connection: OSError, and those of its HTTP library."""
     # Only libraries that are imported can have raised the error.
     libraries = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
     return (OSError, *(library.HTTPError for library in libraries))
 
 
-def _check_space(name: str, cache: Path, needed: int) -> None:
+def _require_space(name: str, cache: Path, needed: int) -> None:
     cache.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(cache).free
     if needed > free:
         raise DownloadError(
-            f"{name} needs {short(needed)}B more in {cache}, which has {short(free)}B free; make room, or "
-            "set HF_HOME to a larger disk"
+            f"expected {short(needed)}B of free disk space in {cache} to download {name}, found "
+            f"{short(free)}B; delete files there, or set HF_HOME to a folder on a larger disk"
         )
 
 
-def _arrived(blobs: Path, *, unfinished: bool = True) -> int:
-    """Bytes in the cache of a repository. unfinished: whether to count incomplete files, too."""
+def _bytes_in_cache(blobs: Path, *, unfinished: bool = True) -> int:
+    """Bytes of a hub repository that are in the local cache.
+
+    Arguments:
+        blobs: folder of the repository's files in the cache.
+        unfinished: whether to count incomplete files, too.
+    """
     total = 0
     for path in blobs.glob("*"):
         if path.suffix == ".incomplete" and not unfinished:
@@ -229,22 +247,24 @@ def _arrived(blobs: Path, *, unfinished: bool = True) -> int:
 
 
 @contextmanager
-def _watch(blobs: Path, task: Bar) -> Iterator[None]:
-    """Report bytes on disk as progress, because each version of the hub client reports progress
-    differently."""
+def _progress_from_disk(blobs: Path, task: Bar) -> Iterator[None]:
+    """In this block, advance a progress bar by the bytes that arrive on disk.
+
+    Each version of the hub client reports its progress differently; files on disk are the same for all.
+    """
     counted = 0
 
-    def look() -> None:
+    def advance_bar() -> None:
         nonlocal counted
         # The cache may hold blobs of other revisions as well.
-        arrived = min(_arrived(blobs), task.total or 0)
+        arrived = min(_bytes_in_cache(blobs), task.total or 0)
         task.advance(max(arrived - counted, 0))
         counted = max(arrived, counted)
 
-    with Repeated(LOOK_EVERY, look, "mizarr-fetch"):
+    with Repeated(LOOK_EVERY, advance_bar, "mizarr-fetch"):
         yield
     # Once more: files may have arrived since the last look.
-    look()
+    advance_bar()
 
 
 @contextmanager
@@ -256,7 +276,7 @@ def _quiet_hub() -> Iterator[None]:
     # A user who has switched them off keeps them off.
     were_off = hub.are_progress_bars_disabled()
 
-    def set_back() -> None:
+    def restore_bars() -> None:
         if not were_off:
             hub.enable_progress_bars()
 
@@ -265,13 +285,13 @@ def _quiet_hub() -> Iterator[None]:
         yield
     finally:
         try:
-            set_back()
-        except BaseException:  # interrupted
-            set_back()
+            restore_bars()
+        except BaseException:  # interrupted while restoring: the setting of the process must not stay changed
+            restore_bars()
             raise
 
 
-def _remember(repository: Path, revision: str, commit: str) -> None:
+def _write_reference(repository: Path, revision: str, commit: str) -> None:
     """Write the commit of a branch or tag into the cache, as the hub client does."""
     # `snapshot_download` got the commit, so it wrote no file for the branch.
     if revision != commit:

@@ -103,7 +103,7 @@ class ModelFiles:
     @cached_property
     def pinned(self) -> PinnedFiles:
         """The files read so far (config.json, weights, tokenizer, adapter), watched for changes."""
-        advice = "they were replaced meanwhile; start again with the model as it is now"
+        advice = "they were replaced meanwhile; run the command again with the files as they are now"
         return PinnedFiles(f"the model {self.name}", advice)
 
     @cached_property
@@ -143,7 +143,7 @@ class ModelFiles:
         )
         raise WeightsError(
             f"expected {WEIGHTS}, {INDEX} or {PICKLED} in {self.directory}, found "
-            f"{', '.join(other_weights) or 'no weights'}; {self._fetch_hint()}"
+            f"{', '.join(other_weights) or 'no weight files'}; {self._how_to_get_files()}"
         )
 
     def _shards(self, index: Path) -> tuple[Path, ...]:
@@ -153,8 +153,8 @@ class ModelFiles:
         if missing:
             further = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
             raise WeightsError(
-                f"{index.name} lists {len(shards)} files, found no {missing[0]}{further} in "
-                f"{self.directory}; {self._fetch_hint()}"
+                f"expected the {len(shards)} weight files listed in {index.name} in {self.directory}, found "
+                f"no {missing[0]}{further}; {self._how_to_get_files()}"
             )
         return shards
 
@@ -177,8 +177,11 @@ class ModelFiles:
         return adapter
 
     def checked_checkpoint(self) -> Checkpoint:
-        """`checkpoint`, after checking names, shapes and dtypes of all tensors. WeightsError names the first
-        that does not fit the architecture."""
+        """The tensors of the model, after a check of all names, shapes and dtypes against its architecture.
+
+        Raises:
+            WeightsError: for a tensor that does not fit the architecture; names the first one.
+        """
         from ..networks.weights import checked_checkpoint
 
         return checked_checkpoint(self.checkpoint, self.architecture())
@@ -191,10 +194,9 @@ class ModelFiles:
 
     @property
     def trained_with_help(self) -> str:
-        """Sentence about auxiliary training losses on internals of the model, shown with every result about
-        it.
+        """Sentence saying which auxiliary losses on its internals the model was trained with.
 
-        "" if the folder has no such file.
+        It is shown with every result about the model; empty if the folder has no such file.
         """
         path = self.directory / HELP
         return path.read_text(encoding="utf-8", errors="replace").strip() if path.is_file() else ""
@@ -213,19 +215,20 @@ class ModelFiles:
         if len(vocabularies) > 1:
             names = ", ".join(path.name for path in vocabularies)
             raise TokenizerError(
-                f"expected one {WORLD} in {self.directory}, found {names}; leave the one the model was "
-                "trained with"
+                f"expected one vocabulary file {WORLD} in {self.directory}, found {names}; remove all but "
+                "the one that the model was trained with"
             )
         return next(iter(vocabularies), None)
 
     def architecture(self) -> Architecture:
-        """Architecture of the model: of its family, or inferred from config and tensors for an unknown one.
+        """Layers, sizes and hook points of the model.
 
-        Behind the bridge it is the one found by probing the model (bridge_case.py).
+        A known family reads them from config.json. For an unknown family they are inferred from config.json
+        and the shapes of the tensors; for a model that transformers runs they come from running it once.
 
         Raises:
             ConfigError: if the model cannot run, listing every reason; and for an unknown family whose layout
-                is neither trusted nor checked to agree with transformers (layout_check.py, which ignores an
+                is neither trusted nor found to agree with transformers (layout_check.py, which ignores an
                 adapter).
             WeightsError: if the adapter belongs to another model.
         """
@@ -245,8 +248,10 @@ class ModelFiles:
         return config
 
     def understood(self) -> CompatibilityReport:
-        """Report of the architecture and of every issue that prevents running; never raises for the
-        issues."""
+        """Report whether mizarr's own networks can run the model.
+
+        Issues that prevent running are listed in the report, never raised.
+        """
         from .autoconfig import CompatibilityReport, report
 
         try:
@@ -257,9 +262,10 @@ class ModelFiles:
 
     @property
     def may_be_bridged_unasked(self) -> bool:
-        """Whether transformers may run the model without `backend="transformers"`.
+        """Whether transformers may run the model although the user did not set `backend="transformers"`.
 
-        True for an unknown family without an adapter and not in GGUF, which the bridge does not support.
+        True for an unknown family, unless it has an adapter or is a GGUF file, which mizarr cannot hand to
+        transformers.
         """
         return self.adapter is None and self.gguf is None and not self.has_known_family
 
@@ -272,7 +278,11 @@ class ModelFiles:
         return isinstance(model_type, str) and model_type in KNOWN
 
     def layout_case(self, config: Architecture) -> LayoutCase:
-        """The check of an inferred architecture against transformers; it runs when its verdict is read."""
+        """The comparison of an inferred architecture with transformers; it runs when `verdict` is called.
+
+        Arguments:
+            config: the inferred architecture.
+        """
         from .layout_check import LayoutCase
 
         return LayoutCase(
@@ -280,14 +290,13 @@ class ModelFiles:
         )
 
     def bridge_case(self) -> BridgeCase:
-        """The probe of this checkpoint in transformers; it runs when its finding is read."""
+        """The examination of this checkpoint in transformers; it runs when `finding` is called."""
         from .bridge_case import BridgeCase
 
         return BridgeCase(self.directory, self.weight_files, self.config, self._stored_digest())
 
     def tokenizer(self) -> Tokenizer | None:
-        """Tokenizer of the model, from tokenizer.json, an RWKV World vocabulary or a GGUF file; None without
-        any.
+        """Tokenizer from tokenizer.json, an RWKV World vocabulary or a GGUF file; None without any of them.
 
         Raises:
             TokenizerError: if it cannot be read.
@@ -328,14 +337,16 @@ class ModelFiles:
         )
 
     def while_digested(self, dtype: str, load: Callable[[], Loaded]) -> tuple[ModelIdentity, Loaded]:
-        """(identity, result of `load`), computed at the same time, because digesting takes longer than
-        reading.
+        """Load the weights while a thread computes the identity, because hashing takes longer than reading.
 
         Afterwards `pinned.check` notices files that changed meanwhile.
 
         Arguments:
             dtype: dtype that the model computes in.
             load: reads the weights.
+
+        Returns:
+            (identity of the model, result of `load`).
         """
         # Files written a moment ago could change without a new time stamp: then one after the other.
         if not self.pinned.are_settled:
@@ -365,29 +376,33 @@ class ModelFiles:
         return f"sha256:{digest('weights', contents)}"
 
     def require_identity(self, identity: ModelIdentity) -> None:
-        """Raise SourceChanged unless the files have this identity, noted when the model was planned or
-        loaded."""
+        """Raise SourceChanged unless the files still have an identity that was noted earlier.
+
+        Arguments:
+            identity: identity of the model when it was planned or loaded.
+        """
         try:
             current = self.identity(identity.dtype, identity.attention)
         except (WeightsError, ConfigError) as error:
             raise SourceChanged(
-                f"the files of {self.name} changed since they were looked at: {error}"
+                f"the files of {self.name} changed during this run and cannot be read any more: {error}"
             ) from error
         if current != identity:
             raise SourceChanged(
-                f"expected the files of {self.name} as they were (model {identity.short}), found others "
-                f"({current.short}): they were replaced meanwhile; start again with the model as it is now"
+                f"expected unchanged files of {self.name} (identity {identity.short}), found files that were "
+                f"replaced during this run (identity {current.short}); run the command again with the files "
+                "as they are now"
             )
 
-    def _fetch_hint(self) -> str:
+    def _how_to_get_files(self) -> str:
         if self.revision is None:
             return "convert or copy them there"
-        return f"fetch it again: mizarr models fetch {bare_name(self.name)}"
+        return f"fetch the model again: mizarr models fetch {bare_name(self.name)}"
 
 
 @lru_cache(maxsize=2)
 def _tokenizer_inside(header: Header, name: str) -> VocabularyTokenizer | None:
-    """The tokenizer of the vocabulary in a GGUF file, cached per process; None for a file without one."""
+    """Tokenizer from the vocabulary in a GGUF file, cached per process; None if the file has none."""
     words = words_of(header)
     return None if words is None else VocabularyTokenizer(words, header.path, name=name)
 
@@ -398,7 +413,7 @@ def bare_name(name: str) -> str:
 
 
 def _split_name(name: str) -> tuple[str, str | None]:
-    """(bare name, adapter folder or None) of a name with suffixes."""
+    """Split the suffixes from a model name: (name without suffixes, folder of the LoRA adapter or None)."""
     # Suffixes are part of the name, because settings, workers and stored notes hold nothing else of a model.
     bare = name.removesuffix(TRUSTED).removesuffix(BRIDGED)
     match = _ADAPTED.fullmatch(bare)
@@ -446,18 +461,18 @@ def resolve(
     if backend == "transformers" or (backend is None and text.endswith(BRIDGED)):
         if trust_layout:
             raise ConfigError(
-                "expected trust_layout or backend='transformers', found both: a layout is trusted only where "
-                "mizarr's own networks compute; leave one out"
+                "expected either trust_layout=True or backend='transformers', found both: trust_layout is "
+                "for mizarr's own networks; leave one out"
             )
         if files.adapter is not None:
             raise ConfigError(
-                "expected an adapter or backend='transformers', found both: adapters are merged only for "
-                "mizarr's own networks; merge it with PEFT, and save that"
+                "expected either adapter= or backend='transformers', found both: only mizarr's own networks "
+                "merge adapters; merge it with PEFT (merge_and_unload), save the result and load that"
             )
         if files.gguf is not None:
             raise ConfigError(
-                "expected a folder with config.json for backend='transformers', found a GGUF file; use the "
-                "checkpoint it was made of"
+                "expected a folder with config.json for backend='transformers', found a GGUF file; load the "
+                "checkpoint from which it was converted"
             )
         return replace(files, name=files.name + BRIDGED, is_bridged=True)
     if not (trust_layout or text.endswith(TRUSTED)) or files.has_known_family:
@@ -473,17 +488,17 @@ def resolve_runnable(
     backend: str | None = None,
     adapter: str | Path | None = None,
 ) -> ModelFiles:
-    """As `resolve`, but switch to transformers, with a warning, for a model that only transformers can run.
+    """Find the files of a model, and let transformers run it, with a warning, if nothing else can.
 
-    That is a model of an unknown family whose layout is not that of a known one; it is probed once. A known
-    family that is refused stays refused. Arguments are those of `resolve`.
+    That is a model of an unknown family whose layout is not that of a known family. A known family that
+    mizarr's networks cannot run is not switched.
 
     Arguments:
-        name: see `resolve`.
-        revision: see `resolve`.
-        trust_layout: see `resolve`.
-        backend: see `resolve`.
-        adapter: see `resolve`.
+        name: name of a shipped model, directory, or hub id; tried in this order.
+        revision: branch, tag or commit of a hub id, default "main"; refused for a directory.
+        trust_layout: whether to run an unknown family without a layout check.
+        backend: "native", or "transformers"; None chooses as described above.
+        adapter: folder of a LoRA adapter to merge into the weights; None for that of the name, else none.
 
     Raises:
         ConfigError: if nothing can run the model; `mizarr models inspect` lists the details.
@@ -495,7 +510,7 @@ def resolve_runnable(
     from ..architectures.families import model_type_of
 
     model_type = model_type_of(files.config, str(files.directory / CONFIG))
-    kind: type[MizarrError] = ConfigError
+    error_class: type[MizarrError] = ConfigError
     obstacle = ""
     try:
         files.architecture()
@@ -503,20 +518,20 @@ def resolve_runnable(
         try:
             obstacle = files.bridge_case().finding().refused
         except MissingExtra:
-            kind = MissingExtra
+            error_class = MissingExtra
             obstacle = "transformers, which may run it, is not installed: pip install 'mizarr[check]'"
         except (ConfigError, WeightsError) as error:
             obstacle = str(error)
     else:
         return files
     if obstacle:
-        raise kind(
-            f"{name}: {model_type!r} is no family that is known here, and its layout is that of no known "
-            f"family; {obstacle}. Details: mizarr models inspect {name}"
+        raise error_class(
+            f"{name}: mizarr supports neither the family {model_type!r} nor its layout of tensors, and "
+            f"{obstacle}; for details run: mizarr models inspect {name}"
         )
     warnings.warn(
-        f"{name}: {model_type!r} is no family that is known here, so transformers runs it "
-        f"(backend='transformers'); what that leaves out: mizarr models inspect {name}",
+        f"{name}: mizarr does not support the family {model_type!r}, so transformers runs it "
+        f"(backend='transformers') with fewer hook points; for a list run: mizarr models inspect {name}",
         UserWarning,
         stacklevel=1,  # one place, so that Python shows it once however often a name is resolved
     )
@@ -533,16 +548,19 @@ def _resolve(text: str, revision: str | None) -> ModelFiles:
         except (OSError, RuntimeError) as error:  # the name is too long, or "~user" has no home
             if isinstance(error, ModelNotFound):
                 raise
-            raise ModelNotFound(f"expected a model directory or a hub id, found {text!r:.200}") from error
+            raise ModelNotFound(
+                f"expected a model directory or a hub id such as org/name, found {text!r:.200}"
+            ) from error
         if exists and not folder.is_dir() and folder.suffix != SUFFIX:
             raise ModelNotFound(
-                f"expected a model's directory, found the file {text}; give the folder it lies in"
+                f"expected the directory of a model, found the file {text}; name the folder that contains it"
             )
         if not exists:
             return _from_hub_cache(text, revision)
     if revision is not None:
         raise ModelNotFound(
-            f"expected no revision for the directory {text}, found {revision!r}; revisions belong to hub ids"
+            f"expected no revision for the directory {text}, found {revision!r}; leave it out, as only hub "
+            "ids have revisions"
         )
     if folder.is_file():
         return ModelFiles(text, folder.parent, gguf=folder)
@@ -555,8 +573,8 @@ def _resolve(text: str, revision: str | None) -> ModelFiles:
                 f"these: {folder / gguf_files[0]}"
             )
         raise ModelNotFound(
-            f"expected a model in {folder}, found no {CONFIG}; give the folder that holds {CONFIG} and the "
-            "safetensors files"
+            f"expected a model in {folder}, found no {CONFIG}; name the folder that contains {CONFIG} and "
+            "the safetensors files"
         )
     return ModelFiles(text, folder)
 
@@ -581,12 +599,16 @@ def cached_models() -> list[str]:
 
 
 def repository_folder(name: str) -> Path:
-    """Folder of a hub repository in the cache; it need not exist."""
+    """Folder of a hub repository in the local cache; it need not exist.
+
+    Arguments:
+        name: hub id, e.g. "org/name".
+    """
     return hub_cache() / f"models--{name.replace('/', '--')}"
 
 
 def reference_file(repository: Path, revision: str) -> Path:
-    """File of the cache with the commit of a branch or tag.
+    """The file in the hub cache that contains the commit of a branch or tag; it need not exist.
 
     Arguments:
         repository: folder of the repository in the cache.
@@ -630,16 +652,17 @@ def _from_hub_cache(name: str, revision: str | None) -> ModelFiles:
     command = f"mizarr models fetch {name}" + (f" --revision {revision}" if revision else "")
     if not (repository / "snapshots").is_dir():
         near = nearest(name, [*cached_models(), *SHIPPED])
-        hint = f"; nearest there is {near!r}" if near else ""
+        hint = f"; did you mean {near!r}?" if near else ""
         raise ModelNotFound(
-            f"{name} is no directory, and not in the local cache {hub_cache()}{hint}; fetch it: {command}"
+            f"expected a directory or a model in the local cache {hub_cache()}, found no {name}{hint}; "
+            f"download it with: {command}"
         )
     folder = snapshot_folder(repository, branch)
     if not (folder / CONFIG).is_file():
         commits = sorted(path.name[:12] for path in (repository / "snapshots").iterdir())
         raise ModelNotFound(
-            f"{name} is cached, but not its revision {branch!r} with a {CONFIG} (cached: "
-            f"{', '.join(commits) or 'none'}); fetch it: {command}"
+            f"expected {CONFIG} of {name} at revision {branch!r} in the local cache, found "
+            f"{'commits ' + ', '.join(commits) if commits else 'no commit'}; download it with: {command}"
         )
     return ModelFiles(name, folder, folder.name)
 
@@ -649,11 +672,11 @@ def _weight_map(index: Path) -> dict[str, str]:
     shards: Any = json_object(index, WeightsError).get("weight_map")
     names = list(shards.values()) if isinstance(shards, dict) else [shards]
     # An index may come from anyone: a name must not lead out of the folder.
-    strange = [name for name in names if not isinstance(name, str) or not is_below(name) or "/" in name]
-    if strange or not names:
+    invalid = [name for name in names if not isinstance(name, str) or not is_below(name) or "/" in name]
+    if invalid or not names:
         raise WeightsError(
-            f"expected {index} to map tensors to files beside it, found "
-            f"{strange[0] if strange else 'none'!r:.80}; fetch it again"
+            f"expected {index} to map each tensor to a file in the same folder, found "
+            f"{invalid[0] if invalid else 'none'!r:.80}; fetch the model again"
         )
     return dict(shards)
 
@@ -662,8 +685,8 @@ def weight_digest(path: Path, pinned: PinnedFiles) -> str:
     """`sha256:…` of a weight file, computed once and remembered until the file changes.
 
     Arguments:
-        path: the file.
-        pinned: files of the model, to which it belongs.
+        path: the weight file.
+        pinned: the model's files, watched for changes, among which the digest is remembered.
 
     Raises:
         WeightsError: for a file in the hub cache that does not have the sha256 in its name.
@@ -674,7 +697,7 @@ def weight_digest(path: Path, pinned: PinnedFiles) -> str:
     name = named_digest(path)
     if name is not None and content != f"sha256:{name}":
         raise WeightsError(
-            f"expected the bytes of {path.resolve()} to have the sha256 in its name, found {content}: it is "
-            "damaged; remove it, and fetch it again"
+            f"expected the contents of {path.resolve()} to have the sha256 in its file name, found "
+            f"{content}: the file is damaged; delete it, then run mizarr models fetch for this model"
         )
     return content

@@ -55,7 +55,7 @@ class ComesAndGoes(Protocol):
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """State of an object and of everything it refers to, by attribute path."""
+    """State of an object and of everything that it refers to, by attribute path, for comparison later."""
 
     tensors: Mapping[str, tuple[str, tuple[int, ...], int]]
     """Path -> (dtype, shape, checksum) of each tensor."""
@@ -97,7 +97,11 @@ def fingerprint(root: object) -> Fingerprint:
 
 
 def weights_digest(root: object) -> str:
-    """`sha256:…` over path, dtype, shape and bytes of every tensor of an object. Raises as `fingerprint`."""
+    """`sha256:…` over path, dtype, shape and bytes of every tensor that an object refers to.
+
+    Raises:
+        ConfigError: for a tensor whose bytes cannot be read (on the meta device, or of a sparse layout).
+    """
     tensors = [
         [path, str(leaf.dtype), list(leaf.shape), content_digest(_bytes(path, leaf).data)]
         for path, leaf in _leaves(root)
@@ -113,9 +117,9 @@ def tensor_bytes(root: object) -> int:
 
 
 def _leaves(root: object) -> Iterator[tuple[str, Any]]:
-    """(path, leaf) of every tensor, value, and object without attributes that an object refers to.
+    """Every tensor, value, and object without attributes that an object refers to, as (path, leaf) pairs.
 
-    A container gives one more pair: its path with its type name, and its number of parts.
+    An object with attributes or items gives a pair, too: (path with its type name, number of parts).
     """
     waiting: list[tuple[str, Any]] = [("", root)]
     visited: dict[int, Any] = {}
@@ -123,7 +127,7 @@ def _leaves(root: object) -> Iterator[tuple[str, Any]]:
         path, node = waiting.pop()
         parts = None if id(node) in visited else _parts(node)
         if parts is None:
-            # A container that was visited before, too: only which object it is matters then.
+            # Also an object that was visited before: its parts are compared at the first visit.
             yield path, tuple(sorted(map(repr, node))) if isinstance(node, set | frozenset) else node
         else:
             # The reference keeps the object alive, so that no other gets its id meanwhile.
@@ -142,14 +146,14 @@ def _parts(node: Any) -> dict[str, Any] | None:
         return {repr(key): part for key, part in node.items()}
     if isinstance(node, list | tuple):
         return {str(number): part for number, part in enumerate(node)}
-    kinds = type(node).__mro__
-    slots = {name for kind in kinds for name in _slots(kind)}
+    classes = type(node).__mro__
+    slots = {name for base in classes for name in _slots(base)}
     parts = {name: getattr(node, name) for name in sorted(slots) if hasattr(node, name)}
     # A cached property is derived from other attributes, and appears only after its first use.
     cached = {
         name
-        for kind in kinds
-        for name, attribute in vars(kind).items()
+        for base in classes
+        for name, attribute in vars(base).items()
         if isinstance(attribute, cached_property)
     }
     parts |= {name: part for name, part in getattr(node, "__dict__", {}).items() if name not in cached}
@@ -219,6 +223,6 @@ def _flat(path: str, tensor: Tensor, device: str | None = None) -> Tensor:
         return tensor.detach().to(device or tensor.device).contiguous().reshape(-1).view(torch.uint8)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise ConfigError(
-            f"expected a plain tensor at {path}, found one whose bytes cannot be read ({error}); its model "
-            "has no identity, so nothing of it can be stored: load it from its files"
+            f"expected a dense tensor at {path} of the model, found one whose bytes cannot be read "
+            f"({error}), so that results cannot be stored under a key; load the model from its files"
         ) from error

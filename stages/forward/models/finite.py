@@ -57,11 +57,11 @@ class PassMaker(Protocol):
         *,
         check_finite: bool = True,
     ) -> Tensor | None:
-        """Run one pass with given taps; see `Model.tapped`.
+        """Run one forward pass; returns the wanted logits [batch, position, token], or None.
 
         Arguments:
             ids: token ids [batch, position].
-            taps: called at every hook point.
+            taps: called at every hook point, to capture or change the value there.
             want: logits to return; None for none.
             order: layers in execution order; None for each once.
             check_finite: whether logits with NaN or infinity are an error.
@@ -83,11 +83,11 @@ def is_fit(capture: Capture, value: Tensor) -> bool:
 def require_finite(
     model: PassMaker, rows: Sequence[Sequence[int]], spec: BoundSpec, captured: Mapping[Capture, Tensor]
 ) -> None:
-    """Raise NotFinite unless `is_fit` holds for every captured tensor.
+    """Raise NotFinite if a captured tensor has NaN or infinity; masked attention scores may be -inf.
 
     Arguments:
         model: model that ran the pass.
-        rows: token ids of its prompts.
+        rows: token ids of the prompts, [prompt][position].
         spec: interventions of the pass.
         captured: captured tensors of the pass.
     """
@@ -103,14 +103,15 @@ def not_finite(
     where: str,
     stored: str | None = None,
 ) -> NotFinite:
-    """The error for non-finite outputs of a pass, which names the first hook point and a remedy.
+    """Make the error for an output with NaN or infinity; it names the first hook point that has one.
 
     Arguments:
         model: model that ran the pass.
-        batches: token ids of its prompts; those of a batch have one length.
+        batches: token ids of its prompts, [batch][prompt][position], of equal length within a batch.
         spec: interventions of the pass.
-        where: words for the output that is not finite: "the logits".
-        stored: dtype of the stored array; float16 can overflow even if the pass itself is finite.
+        where: words for the output that is not finite, e.g. "the logits".
+        stored: dtype of the stored array; float16 can overflow even if the pass itself is finite. None for an
+            output that is not stored.
     """
     # This pass is for the message only; the one it explains may have recorded gradients.
     with torch.no_grad():
@@ -123,14 +124,14 @@ def not_finite(
         )
     if origin is None and stored == "float16":
         return NotFinite(
-            f"{where} of {model.name} exceeds float16's largest number (65504); store it with "
+            f"{where} of {model.name} exceeds the largest float16 number (65504); store it with "
             "storage_dtype='bfloat16' or storage_dtype='float32' (--storage-dtype)"
         )
     largest = torch.finfo(model.dtype).max
     name = str(model.dtype).removeprefix("torch.")
-    place = "" if origin is None else f", which begin at '{origin[1]}'"
+    place = "" if origin is None else f", first at '{origin[1]}'"
     if is_by_intervention:
-        remedy = "it is an intervention that makes them: make its payload or factor smaller"
+        remedy = "an intervention causes this: use a smaller tensor or factor in it"
     elif model.dtype == torch.float16:
         remedy = "load the model with dtype='bfloat16' or dtype='float32' (--dtype)"
     elif model.dtype != torch.float64:
@@ -138,13 +139,13 @@ def not_finite(
     else:
         remedy = "look for weights that are too large"
     return NotFinite(
-        f"expected finite numbers in {where} of {model.name}, found NaN or infinity{place} ({name} ends at "
-        f"{largest:.5g}); {remedy}"
+        f"expected finite numbers in {where} of {model.name}, found NaN or infinity{place} (the largest "
+        f"number of {name} is {largest:.5g}); {remedy}"
     )
 
 
 def first_not_finite(model: PassMaker, rows: Sequence[Sequence[int]], spec: BoundSpec) -> HookPoint | None:
-    """The first hook point, in execution order, whose values are not finite; None if all are finite.
+    """The first hook point, in execution order, with NaN or infinity; None if all values are finite.
 
     Arguments:
         model: model that runs the pass.

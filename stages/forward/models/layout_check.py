@@ -1,11 +1,10 @@
 """Checks a model of unknown family against transformers, before mizarr's own decoder runs it.
 
 An architecture inferred from config.json and tensors (autoconfig.py) also fits families that compute
-something
-else: no tensor and no key says whether RoPE rotates adjacent dimensions or halves, or whether attention is
-bidirectional. So the checkpoint runs once in transformers and once in the decoder, in float32 on the CPU with
-its own weights, and logits and residual stream are compared. The verdict is remembered under a digest of
-everything compared.
+something else: no tensor and no key says whether RoPE rotates adjacent dimensions or halves, or whether
+attention is bidirectional. So the checkpoint runs once in transformers and once in the decoder, in float32
+on the CPU with its own weights, and logits and residual stream are compared. The verdict is remembered under
+a digest of everything compared.
 
 A comparison at some prompt lengths says nothing about rules for longer prompts. Windows, chunks and the
 lengths at which RoPE changes are in the config: the check uses a prompt longer than the largest of them, and
@@ -59,7 +58,7 @@ their frequencies."""
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a check."""
+    """Whether mizarr's decoder and transformers compute the same numbers for a checkpoint."""
 
     agrees: bool | None
     """Whether both passes agree; None if the check could not run."""
@@ -72,19 +71,19 @@ class Verdict:
             return
         from ..architectures.known import KNOWN
 
-        kind = MissingExtra if witness() is None else ConfigError
-        raise kind(
-            f"a {model_type!r} checkpoint, an unknown family, must agree with transformers before it runs "
-            f"here; {self.told}. If you know that it is computed like a Llama of this configuration, say so: "
-            "trust_layout=True, or --trust-layout; what it computes is then marked. transformers itself may "
-            "run it: backend='transformers', or --backend transformers. Supported families: "
+        error_class = MissingExtra if witness() is None else ConfigError
+        raise error_class(
+            f"{model_type!r} is a family unknown to mizarr, so its numbers must first agree with those of "
+            f"transformers; {self.told}. To let transformers run it: backend='transformers', or --backend "
+            "transformers. If you know that it is computed like a Llama with this config.json: "
+            "trust_layout=True, or --trust-layout, which marks its results. Supported families: "
             f"{', '.join(sorted(KNOWN))}"
         )
 
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """Checkpoint of an unknown family, with the inferred architecture to check."""
+    """Checkpoint of an unknown family, with the inferred architecture to compare with transformers."""
 
     directory: Path
     """Folder of the checkpoint."""
@@ -114,14 +113,14 @@ class LayoutCase:
         texts = layout_verdicts().find(self.digest)
         installed = witness()
         if installed is not None:
-            return _read(texts.get(installed))
-        verdicts = [verdict for text in texts.values() if (verdict := _read(text)) is not None]
+            return _verdict_from_json(texts.get(installed))
+        verdicts = [verdict for text in texts.values() if (verdict := _verdict_from_json(text)) is not None]
         # An earlier agreement counts, as this forward pass has not changed since; a refusal may be out of
         # date.
         return next((verdict for verdict in verdicts if verdict.agrees), None)
 
     def verdict(self) -> Verdict:
-        """Return the stored verdict, or run the check and store its verdict.
+        """Return the stored result of the check, or run the check and store its result.
 
         A check that could not run is not stored, because its obstacle may be removed.
         """
@@ -145,7 +144,7 @@ class LayoutCase:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             try:
                 with quiet():
-                    declared = _declared(self.directory, self.raw)
+                    declared = _config_of_transformers(self.directory, self.raw)
                     turns = turning_points(self.config, {**self.raw, **declared})
                     lengths = lengths_to_check(self.config, turns)
                     expected = self._transformers_outputs(lengths)
@@ -155,23 +154,28 @@ class LayoutCase:
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                 return Verdict(None, f"expected {installed} to run it, found that it cannot ({reason})")
             run = self._decoder()
-            worst = 0.0
+            largest = 0.0
             for length, (expected_logits, expected_states) in zip(lengths, expected, strict=True):
                 logits, states = run(self._ids(length))
                 for label, reference, value in (
                     ("logits", expected_logits, logits),
                     ("residual stream", expected_states, states),
                 ):
-                    apart = difference(reference, value)
-                    worst = max(worst, apart)
-                    if not apart <= TOLERANCE:  # not `>`, so that NaN is a disagreement
+                    relative = difference(reference, value)
+                    largest = max(largest, relative)
+                    if not relative <= TOLERANCE:  # not `>`, so that NaN is a disagreement
                         return Verdict(
                             False,
-                            f"expected {label} within {TOLERANCE:g} of those of {installed}, found them "
-                            f"apart by {apart:.2g} of their scale at length {length}",
+                            f"expected {label} that differ from those of {installed} by at most "
+                            f"{TOLERANCE:g} of the largest value, found a difference of {relative:.2g} for a "
+                            f"prompt of {length} tokens",
                         )
         listed = ", ".join(map(str, lengths))
-        return Verdict(True, f"agrees with {installed} to {worst:.1g} of the scale at lengths {listed}")
+        return Verdict(
+            True,
+            f"differs from {installed} by at most {largest:.1g} of the largest value, for prompts of "
+            f"{listed} tokens",
+        )
 
     def _ids(self, length: int) -> Tensor:
         """Random token ids [1, position]; the same at every call."""
@@ -182,9 +186,12 @@ class LayoutCase:
         return torch.randint(0, self.config.vocab_size, (1, length), generator=seeded)
 
     def _transformers_outputs(self, lengths: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """(logits, residual stream entering each layer) of each length, at the last `BEYOND` positions.
+        """Run the checkpoint in transformers, in float32 with eager attention, on one prompt of each length.
 
-        transformers runs with eager attention in float32, without code from the hub and without network.
+        No code from the hub runs, and the network is not used.
+
+        Returns:
+            (logits, residual stream entering each layer) of each prompt, at the last `BEYOND` positions.
         """
         import torch
         from transformers import AutoModelForCausalLM
@@ -207,7 +214,10 @@ class LayoutCase:
         return outputs
 
     def _decoder(self) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """A function from token ids to the (logits, residual stream) that mizarr's decoder computes."""
+        """Build mizarr's decoder, as a function of token ids.
+
+        It returns (logits, residual stream entering each layer), both at the last `BEYOND` positions.
+        """
         import torch
 
         from ..hooks.spec import HookSpec
@@ -239,7 +249,7 @@ class CannotCheck(Exception):
 
 
 def turning_points(config: Architecture, declared: Mapping[str, Any]) -> dict[str, int]:
-    """Prompt lengths beyond which a pass may compute differently, by name.
+    """Prompt lengths beyond which a forward pass may compute differently, e.g. the size of a window.
 
     These are the windows and RoPE contexts that the decoder knows, and every integer of the config that could
     be a length: an unknown family may have a chunk size or a scaling under a name of its own.
@@ -247,6 +257,9 @@ def turning_points(config: Architecture, declared: Mapping[str, Any]) -> dict[st
     Arguments:
         config: the inferred architecture.
         declared: the config as transformers reads it, with its defaults.
+
+    Returns:
+        Description or config key -> length in tokens.
     """
     windows = [layer.mixer.window for layer in config.layers]
     points = [(f"window {window}", window) for window in windows if window is not None]
@@ -284,12 +297,12 @@ def lengths_to_check(config: Architecture, turns: Mapping[str, int]) -> list[int
     Raises:
         CannotCheck: for a turning point beyond `FARTHEST`.
     """
-    far = {key: number for key, number in turns.items() if number > FARTHEST}
-    if far:
-        listed = ", ".join(f"{key}={number}" for key, number in sorted(far.items()))
+    too_far = {key: number for key, number in turns.items() if number > FARTHEST}
+    if too_far:
+        listed = ", ".join(f"{key}={number}" for key, number in sorted(too_far.items()))
         raise CannotCheck(
-            f"expected nothing that may change numbers beyond {FARTHEST} tokens, where the check ends, found "
-            f"{listed} with prompts of up to {config.context_length} tokens"
+            f"expected config keys that change the computation within {FARTHEST} tokens, the longest prompt "
+            f"that is compared, found {listed} in a model for prompts of up to {config.context_length} tokens"
         )
     context = config.context_length
     lengths = [*LENGTHS]
@@ -301,21 +314,23 @@ def lengths_to_check(config: Architecture, turns: Mapping[str, int]) -> list[int
 
 
 def difference(expected: Tensor, value: Tensor) -> float:
-    """Largest |difference| relative to the largest |entry| of `expected`; inf for other shapes, NaN for
-    NaN.
+    """Largest absolute difference, divided by the largest absolute value of `expected`.
 
     Arguments:
         expected: values of the reference.
         value: values to compare.
+
+    Returns:
+        The ratio; infinity for tensors of different shape, NaN where one of them has NaN.
     """
     if expected.shape != value.shape:
         return float("inf")
-    apart, scale = float((expected - value).abs().max()), float(expected.abs().max())
-    # Relative to the scale alone: an absolute term would hide everything of a small head.
-    return apart / scale if scale else apart
+    largest_difference, scale = float((expected - value).abs().max()), float(expected.abs().max())
+    # Relative to the scale alone: an absolute term would hide every difference of a head with small values.
+    return largest_difference / scale if scale else largest_difference
 
 
-def _declared(directory: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+def _config_of_transformers(directory: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     """The config as transformers reads it, with defaults for missing keys.
 
     Raises:
@@ -327,15 +342,16 @@ def _declared(directory: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     model_type = raw.get("model_type")
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise CannotCheck(
-            f"expected a model_type that {witness()} lists as a causal language model, found {model_type!r}"
+            f"expected a model_type in config.json that {witness()} lists as a causal language model, found "
+            f"{model_type!r}"
         )
     config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     return dict(config.to_dict())
 
 
 def _last_positions(values: Tensor) -> Tensor:
-    """The last `BEYOND` positions [1, position, width], float32; all of a long prompt would take as much
-    memory as the weights."""
+    """The last `BEYOND` positions of [1, position, width], as float32."""
+    # All positions of a long prompt would take as much memory as the weights.
     return values[:, -BEYOND:].float()
 
 
@@ -351,8 +367,8 @@ def _whole_numbers(section: Mapping[str, Any], prefix: str = "") -> Iterator[tup
                 yield f"{prefix}{key}", int(item)
 
 
-def _read(text: str | None) -> Verdict | None:
-    """Parse a remembered verdict; None for any other text."""
+def _verdict_from_json(text: str | None) -> Verdict | None:
+    """Parse a verdict that an earlier check stored; None if the text is no such verdict."""
     try:
         record = json.loads(text or "")
         return Verdict(bool(record["agrees"]), str(record["told"]))

@@ -28,7 +28,7 @@ def memory_there_is() -> int | None:
     """
     if (configured := memory_said()) is not None:
         return configured
-    limits = (*_of_machine(), *_of_groups(), *_of_process())
+    limits = (*_free_in_machine(), *_free_in_groups(), *_free_in_process())
     # A process may be above a limit that was lowered later: then nothing is free.
     return min((max(0, free) for free in limits), default=None)
 
@@ -38,13 +38,13 @@ def memory_said() -> int | None:
     return as_bytes(os.environ.get(VARIABLE) or None)
 
 
-def _of_machine() -> Iterator[int]:
-    """Bytes the machine can give without swapping (MemAvailable)."""
+def _free_in_machine() -> Iterator[int]:
+    """Bytes that the machine can give without swapping (MemAvailable); yields nothing if unknown."""
     with suppress(OSError, IndexError, ValueError):  # systems other than Linux have no /proc
         yield _kibibytes(Path("/proc/meminfo"), "MemAvailable:")
 
 
-def _of_groups() -> Iterator[int]:
+def _free_in_groups() -> Iterator[int]:
     """Bytes free in each control group (version 1 or 2) of this process and its parents."""
     with suppress(OSError):
         for line in _MEMBERSHIP.read_text().splitlines():
@@ -59,10 +59,10 @@ def _of_groups() -> Iterator[int]:
             inside = Path(path.lstrip("/"))
             # A parent may have less free than the group itself.
             for group in (root / inside, *(root / above for above in inside.parents)):
-                yield from _of_group(group, *names)
+                yield from _free_in_group(group, *names)
 
 
-def _of_group(group: Path, limit_file: str, usage_file: str) -> Iterator[int]:
+def _free_in_group(group: Path, limit_file: str, usage_file: str) -> Iterator[int]:
     with suppress(OSError, ValueError):  # "max": no limit
         limit, used = int((group / limit_file).read_text()), int((group / usage_file).read_text())
         cached = sum(  # the page cache counts as used, but the kernel frees it on demand
@@ -73,7 +73,7 @@ def _of_group(group: Path, limit_file: str, usage_file: str) -> Iterator[int]:
         yield limit - used + cached
 
 
-def _of_process() -> Iterator[int]:
+def _free_in_process() -> Iterator[int]:
     """Bytes free under the process limits (setrlimit) on address space and data."""
     with suppress(ImportError, OSError, IndexError, ValueError):
         import resource

@@ -16,7 +16,7 @@ __all__ = ["ListedModel", "listed_models"]
 
 @dataclass(frozen=True)
 class ListedModel:
-    """A model on this machine."""
+    """A model on this machine: shipped with mizarr, or in the Hugging Face cache."""
 
     name: str
     """Hub id, or name of a shipped model."""
@@ -27,7 +27,7 @@ class ListedModel:
     model_type: str
     """`model_type` of config.json; empty if the key is missing."""
     known_family: bool
-    """Whether a row of the family table names it, and its config is understood."""
+    """Whether mizarr supports its family by name, and can read its config.json."""
     layers: int | None
     """Number of layers; None if config.json is not understood."""
     hidden_size: int | None
@@ -46,7 +46,7 @@ class ListedModel:
 
 
 def listed_models() -> list[ListedModel]:
-    """Shipped models, then cached ones by name and revision.
+    """List the models that ship with mizarr, then the models in the Hugging Face cache by name and revision.
 
     A cached repository without a config.json, such as one of dictionaries, is not listed.
     """
@@ -56,8 +56,10 @@ def listed_models() -> list[ListedModel]:
 
 
 def _revisions(name: str) -> Iterator[tuple[str, ModelFiles]]:
-    """(branch or tag, files) of a cached repository with a config.json; (commit, files) where no ref
-    points."""
+    """Revisions of a cached repository that have a config.json, as (name, files) pairs.
+
+    A revision is named by its branch or tag, or by its commit where no branch or tag points to it.
+    """
     repository = repository_folder(name)
     references = {
         str(path.relative_to(repository / "refs")): path.read_text().strip()
@@ -84,8 +86,15 @@ def _listed(files: ModelFiles, revision: str | None) -> ListedModel:
     except (MizarrError, OSError) as error:
         # A list has one line per model; `mizarr models inspect` shows the rest.
         obstacle = str(error).splitlines()[0]
-    is_known = not obstacle and files.has_known_family
-    place = str(files.directory)
     return ListedModel(
-        files.name, revision, files.revision, model_type, is_known, layers, hidden, size, place, obstacle
+        name=files.name,
+        revision=revision,
+        commit=files.revision,
+        model_type=model_type,
+        known_family=not obstacle and files.has_known_family,
+        layers=layers,
+        hidden_size=hidden,
+        weight_bytes=size,
+        directory=str(files.directory),
+        obstacle=obstacle,
     )

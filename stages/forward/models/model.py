@@ -65,7 +65,10 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in COMPUTE
 
 
 class Model:
-    """A loaded model: `from_pretrained`, then `forward`."""
+    """A loaded language model with named hook points.
+
+    `from_pretrained` loads one; `forward` runs prompts through it.
+    """
 
     def __init__(
         self,
@@ -79,11 +82,11 @@ class Model:
         """Wrap a network; `from_pretrained` loads one.
 
         Arguments:
-            network: computes the layers.
+            network: the layers with their weights, which compute the forward pass.
             name: name in messages and provenance.
             tokenizer: tokenizer of the model; None for token ids only.
-            identity: identity of its files; None for weights made in memory.
-            streamed: its weights, if they are read layer by layer.
+            identity: identity of the model's files; None for weights made in memory.
+            streamed: the weights, if they are read from files layer by layer; else None.
         """
         if not hasattr(network, "config"):
             raise ConfigError(
@@ -111,8 +114,9 @@ class Model:
         max_memory: int | str | None = None,
         **options: Any,
     ) -> Model:
-        """Load a model by hub id, local directory, or name of one that ships with mizarr: "specimen",
-        "specimen-guided", "specimen-rwkv", "specimen-experts".
+        """Load a model by hub id, by local directory, or by the name of a model that ships with mizarr.
+
+        These are "specimen", "specimen-guided", "specimen-rwkv" and "specimen-experts".
 
         The dtype is float32 by default, whatever the dtype of the checkpoint. An unknown family runs through
         transformers, with a warning, if that is installed. Changing the files later does not affect the
@@ -125,7 +129,7 @@ class Model:
             max_memory: most bytes ("4GiB") of weights in memory; None for the free memory of the machine, or
                 MIZARR_MEMORY. If the weights take more, each pass reads the layers that are not in memory
                 from the files (`streamed`), which must not change. Numbers are the same.
-            options: see below.
+            options: options for loading the model, listed below.
 
         Raises:
             ModelNotFound: if there is no such model.
@@ -203,10 +207,10 @@ class Model:
 
     @property
     def identity(self) -> ModelIdentity | None:
-        """Identity of the present weights, part of the keys of results; None for a model made in memory.
+        """Identity of the weights in memory, part of the keys of stored results; None for weights made there.
 
-        The identity of the files if the weights are as loaded; otherwise a digest of the tensors, computed at
-        every call. Reads every weight (8 ms per 100 MB).
+        If the weights are as loaded, it is the identity of the files; otherwise a digest of the tensors,
+        computed at every call. Reads every weight (8 ms per 100 MB).
 
         Raises:
             ConfigError: if anything but the values of tensors was changed, which no identity can describe.
@@ -218,9 +222,9 @@ class Model:
         changed = self._loaded.first_difference(now, tensors=False)
         if changed is not None:
             raise ConfigError(
-                f"expected {self.name} as it was loaded, or other values in its tensors, found {changed} "
-                "changed: such a model has no identity, so its results cannot be stored; load it anew, "
-                "or express the change as interventions"
+                f"{self.name}: expected no change since loading except of values in weight tensors, found "
+                f"{changed} changed, so that results cannot be stored under a key; load the model again, or "
+                "make the change with interventions"
             )
         if self._loaded.first_difference(now) is None:
             return self._identity
@@ -266,13 +270,24 @@ class Model:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises TokenizerError for a model without one, which still accepts token ids."""
+        """The tokenizer of the model.
+
+        Raises:
+            TokenizerError: for a model without tokenizer, whose prompts must be token ids.
+        """
         if self._tokenizer is None:
             raise no_tokenizer(self.name)
         return self._tokenizer
 
     def bind(self, hooks: HookSpec | None) -> BoundSpec:
-        """The spec with its globs expanded over this model's hook points."""
+        """Replace the globs of a HookSpec by the matching hook points of this model.
+
+        Arguments:
+            hooks: captures and interventions; None for a plain pass.
+
+        Raises:
+            HookPointNotFound, InterventionError: as `HookSpec.bind`.
+        """
         if hooks is None:
             return BoundSpec()
         require_spec(hooks)
@@ -287,8 +302,8 @@ class Model:
                 whose padding at either end is removed.
 
         Raises:
-            PromptError: anything else, an empty prompt, an id out of range, or a prompt longer than the
-                context.
+            PromptError: for prompts of another form, an empty prompt, a token id out of range, or a prompt
+                longer than the context.
         """
         return tokenize(prompts, self._tokenizer, self.config, self.name)
 
@@ -303,7 +318,7 @@ class Model:
             Token ids. The first is `vocab_size` or larger, and encodes where the target begins.
 
         Raises:
-            ConfigError: for a model that reads one sequence.
+            ConfigError: for a model that is no encoder-decoder.
             PromptError: as `tokenize`.
         """
         return self.tokenize(pair_ids(source, target, self._tokenizer, self.config, self.name))[0]
@@ -315,7 +330,7 @@ class Model:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[int]:
-        """One prompt of a conversation, formatted by the chat template of the checkpoint.
+        """Format a conversation with the chat template of the checkpoint, as one prompt.
 
         Arguments:
             messages: text of the user, or [{"role": "user", "content": …}, …].
@@ -348,8 +363,8 @@ class Model:
 
         Arguments:
             prompts: see `tokenize`.
-            hooks: captures and interventions. A payload with one row per prompt, in the order of the prompts,
-                requires prompts of one length.
+            hooks: captures and interventions. A tensor of an intervention may have one row per prompt, in
+                their order, if all prompts have the same length.
             want: logits to return; None runs neither the LM head nor layers after the last capture.
             recurrent: layers to repeat. Captures are those of the last repetition; interventions apply in
                 each.
@@ -366,8 +381,8 @@ class Model:
         groups: dict[int, list[int]] = defaultdict(list)
         for row, ids in enumerate(rows):
             groups[len(ids)].append(row)
-        # Rows of a payload belong to prompts; in batches by length they would meet other prompts.
-        _refuse_rows_of_batches(spec, groups)
+        # Rows of an intervention's tensor belong to prompts; in batches by length they would meet others.
+        _refuse_rows_per_prompt(spec, groups)
         specs = {
             length: spec if recurrent is None else recurrent.applied(spec, self.config, length)
             for length in groups
@@ -405,7 +420,17 @@ class Model:
         want: Logits | None,
         numbers: Sequence[int],
     ) -> tuple[Tensor | None, dict[Capture, Tensor]]:
-        """As `run_batch`, for captures of gradients; `numbers`: of these prompts among all prompts."""
+        """Run prompts of one length in one batch, forward and backward, to capture gradients.
+
+        Arguments:
+            rows: token ids [prompt][position].
+            spec: captures, interventions and the metric to differentiate.
+            want: logits to return; None for none.
+            numbers: index of each prompt among all prompts, which may have metrics of their own.
+
+        Returns:
+            (logits or None, capture -> activation or gradient).
+        """
         # All logits, so that those of the metric are among them; the wanted ones are selected below.
         logits, captured = self.differentiate(rows, spec, numbers, want=None if want is None else ALL_LOGITS)
         if want is None:
@@ -440,7 +465,7 @@ class Model:
     def stream_batch(
         self, rows: Sequence[Sequence[int]], spec: BoundSpec, want: Logits | None, sink: Sink
     ) -> Tensor | None:
-        """As `run_batch`, but pass each captured activation to `sink` as soon as it is computed.
+        """Run prompts of one length in one batch, and pass captures to `sink` as soon as they are computed.
 
         So no activation has to stay in memory. If layers are repeated, captures reach `sink` after the pass,
         when the last repetition is known. Captures are not checked for NaN.
@@ -450,17 +475,22 @@ class Model:
             spec: captures and interventions.
             want: logits to return; None for none.
             sink: receives each captured activation.
+
+        Returns:
+            The wanted logits [prompt, position, token]; None where `want` is None.
         """
         ids = to_device(torch.tensor(rows, dtype=torch.long), self.device)
         self.check(spec, want, batch=ids.shape[0], length=ids.shape[1])
         # A repeated layer reaches its hook points several times: a later value replaces an earlier one.
-        last: dict[Capture, Tensor] = {}
+        last_values: dict[Capture, Tensor] = {}
         is_repeated = spec.order is not None
         taps = RunTaps(
-            spec, last.__setitem__ if is_repeated else sink, stop_early=want is None and not is_repeated
+            spec,
+            last_values.__setitem__ if is_repeated else sink,
+            stop_early=want is None and not is_repeated,
         )
         logits = self.tapped(ids, taps, want, spec.order)
-        for capture, value in last.items():
+        for capture, value in last_values.items():
             sink(capture, value)
         return logits
 
@@ -475,14 +505,17 @@ class Model:
         *,
         check_finite: bool = True,
     ) -> Tensor | None:
-        """Run one pass with given taps.
+        """Run one forward pass that calls `taps` at every hook point, to capture or change the value there.
 
         Arguments:
             ids: token ids [batch, position].
-            taps: called at every hook point.
+            taps: called with each value; returns the value to continue with.
             want: logits to return; None for none.
             order: layers in execution order; None for each once.
             check_finite: whether logits with NaN or infinity are an error.
+
+        Returns:
+            The wanted logits [batch, position, token]; None where `want` is None.
 
         Raises:
             NotFinite: if the logits contain NaN or infinity.
@@ -503,14 +536,14 @@ class Model:
         *,
         ends: bool,
     ) -> Carried:
-        """As `stream_batch`, but run only some consecutive layers.
+        """Run some consecutive layers, and pass captures to `sink` as soon as they are computed.
 
         Arguments:
-            inputs: token ids of prompts of one length, or the output of the call for the layers before.
+            inputs: token ids of prompts of one length, or the output of the call for the previous layers.
             layers: numbers of the layers.
             spec: captures in these layers, or of the `resid_post` that enters the first; interventions.
             sink: receives captured activations.
-            ends: whether no later layer will run.
+            ends: whether these are the last layers to run.
 
         Returns:
             Tensors to pass to the call for the next layers; empty if `ends`.
@@ -572,14 +605,17 @@ class Model:
         want: Logits | None = None,
         memory: int = MEMORY,
     ) -> tuple[Tensor, Gradients]:
-        """Run `backward` with the metric gradient of the objective of a spec.
+        """Run prompts of one length forward and backward, from the metric that a spec sets.
 
         Arguments:
             rows: token ids [prompt][position].
-            spec: captures, interventions and an objective.
-            numbers: number of each row among the prompts of the objective.
-            want: logits to return; None for those that the objective needs.
-            memory: see `backward`.
+            spec: captures, interventions and the metric to differentiate (`HookSpec.gradient_of`).
+            numbers: index of each row among all prompts, which may have metrics of their own.
+            want: logits to return; None for those that the metric reads.
+            memory: bytes for recorded activations; beyond them layers are recomputed in the backward pass.
+
+        Returns:
+            (logits [batch, position, token], capture -> activation or gradient).
         """
         objective = spec.require_objective()
         metric_want = objective.want(numbers) if want is None else want
@@ -595,14 +631,17 @@ class Model:
         )
 
     def _baselines(self, rows: Sequence[tuple[int, ...] | None], want: Logits) -> list[Tensor | None]:
-        """Logits [token] of clean runs of prompts; None where a row is None. Equal prompts run once."""
-        by_row: dict[tuple[int, ...], Tensor] = {}
+        """Logits [token] of each prompt in a run without interventions; None where a row is None.
+
+        Equal prompts run once.
+        """
+        logits_of: dict[tuple[int, ...], Tensor] = {}
         for row in dict.fromkeys(row for row in rows if row is not None):
             # One prompt per batch, so that its bits do not depend on the other prompts.
             logits, _ = self.run_batch([row], BoundSpec(), want)
             assert logits is not None
-            by_row[row] = logits[0, 0]
-        return [None if row is None else by_row[row] for row in rows]
+            logits_of[row] = logits[0, 0]
+        return [None if row is None else logits_of[row] for row in rows]
 
     @plain_torch()
     @torch.no_grad()
@@ -612,7 +651,7 @@ class Model:
         Arguments:
             rows: token ids [row][position].
             cache: key-value cache (passes/kept.py), extended in place.
-            taps: called at every hook point.
+            taps: called at every hook point, to capture or change the value there.
         """
         # Interventions were checked for the prompt and the longest text (generation/generate.py).
         logits = self._passes.read_on(rows, cache, taps)
@@ -621,12 +660,15 @@ class Model:
         return logits
 
     def sweep(self, block: Block, wanted: Sequence[Wanted], room: int) -> Iterator[Result]:
-        """Results of the runs that end in a block of a plan (passes/planner.py).
+        """Compute runs over one prompt that share layers, and yield the result of each.
 
         Arguments:
-            block: runs that are computed together.
-            wanted: all runs of the plan.
+            block: the runs to compute together, as planned by passes/planner.py.
+            wanted: all runs of the plan, which the block refers to by index.
             room: bytes for activations in addition to those of one prompt.
+
+        Yields:
+            (index into `wanted`, logits or None, capture -> tensor).
         """
         # Item by item: between two items the consumer's own settings of torch hold.
         yield from each_in_plain_torch(self._swept(block, wanted, room))
@@ -650,12 +692,12 @@ class Model:
             length: tokens of each prompt.
 
         Raises:
-            InterventionError: for a position, size or payload that does not fit.
+            InterventionError: for a position, size or tensor of an intervention that does not fit.
             PromptError: for a position or token of `want` out of range.
         """
-        of_prompts = dict.fromkeys(("position", "query_position", "key_position"), length)
+        position_sizes = dict.fromkeys(("position", "query_position", "key_position"), length)
         for point, change in spec.interventions:
-            change.check(point, {**self.config.sizes_in(point.layer), "batch": batch, **of_prompts})
+            change.check(point, {**self.config.sizes_in(point.layer), "batch": batch, **position_sizes})
             # In a model without causal mask, edges to later keys exist.
             if not self.config.looks_ahead:
                 change.require_causal(point, length)
@@ -683,8 +725,8 @@ class Model:
         want.check(1, self.config.vocab_size)
         if not isinstance(resid, Tensor) or resid.ndim < 1 or resid.shape[-1] != self.config.hidden_size:
             raise ShapeError(
-                f"expected states as a tensor [..., {self.config.hidden_size}], found {shown(resid)}; write "
-                "the residual stream as it was captured"
+                f"expected residual states as a tensor [..., {self.config.hidden_size}], found "
+                f"{shown(resid)}; pass e.g. cache['blocks.0.hook_resid_post']"
             )
         with torch.no_grad():
             return self.network.unembed(
@@ -694,20 +736,23 @@ class Model:
     @plain_torch()
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
-        """The input [batch, position, hidden] of the first layer for token ids [batch, position].
+        """The residual stream [batch, position, hidden] that enters the first layer.
+
+        Arguments:
+            ids: token ids [batch, position], an integer tensor.
 
         Raises:
-            PromptError: for another dtype or shape, or an id out of range.
+            PromptError: for another dtype or shape, or a token id out of range.
         """
         if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point():
             raise PromptError(
-                f"expected token ids as an integer tensor [batch, position], found {shown(ids)}; write "
+                f"expected token ids as an integer tensor [batch, position], found {shown(ids)}; pass "
                 "torch.tensor(model.tokenize(prompts))"
             )
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.config.vocab_size:
             raise PromptError(
                 f"expected token ids in 0..{self.config.vocab_size - 1}, found {int(ids.min())} to "
-                f"{int(ids.max())}; was it encoded with another tokenizer?"
+                f"{int(ids.max())}; encode the prompt with the tokenizer of {self.name}: model.tokenize(text)"
             )
         return self.network.embed(ids, torch.arange(ids.shape[1], device=ids.device))[STREAM]
 
@@ -725,38 +770,46 @@ class Model:
         return self.network.embedding[index]
 
     def require_all_weights(self, what: str) -> None:
-        """Raise ConfigError for streamed weights, which `what` ("gradients") would read again and again."""
+        """Raise ConfigError if the weights are streamed from files instead of held in memory.
+
+        Arguments:
+            what: the computation that needs all weights in memory, for the message, e.g. "gradients".
+        """
         if self.streamed is not None:
             raise ConfigError(
-                f"expected all weights of {self.name} in memory for {what}, found that layers come and go: "
-                f"{self.weight_bytes:,} bytes would be read again and again; allow as much (max_memory=, "
-                "MIZARR_MEMORY), or compute in bfloat16"
+                f"expected all weights of {self.name} in memory for {what}, found that layers are read from "
+                f"files at each pass; allow {self.weight_bytes:,} bytes (max_memory=, MIZARR_MEMORY), or "
+                "compute in bfloat16"
             )
 
     def require_identity(self) -> ModelIdentity:
-        """`identity`. Raises ConfigError for a model made in memory, which has none."""
+        """Identity of the weights in memory, part of the keys of stored results.
+
+        Raises:
+            ConfigError: for a model whose weights were made in memory, which has no identity.
+        """
         identity = self.identity
         if identity is None:
             raise ConfigError(
-                f"{self.name} has no established identity (weights made in memory); save it to a directory "
-                "and load it with Model.from_pretrained"
+                f"expected a model loaded from files, found {self.name}, whose weights were made in memory; "
+                "save it to a directory and load it with mizarr.Model.from_pretrained"
             )
         return identity
 
     def __repr__(self) -> str:
-        c = self.config
-        shape = f"{c.model_type}, {c.num_layers} layers, hidden {c.hidden_size}"
+        config = self.config
+        shape = f"{config.model_type}, {config.num_layers} layers, hidden {config.hidden_size}"
         return f"Model({self.name!r}, {shape}, {dtype_name(self.dtype)}, {self.device})"
 
     def _repr_html_(self) -> str:
         """HTML for notebooks: sizes, device, dtype, identity and hook points."""
-        c, sizes = self.config, self.config.axis_sizes
+        config, sizes = self.config, self.config.axis_sizes
         facts = [
-            ("family", c.model_type),
-            ("layers", f"{c.num_layers:,}"),
+            ("family", config.model_type),
+            ("layers", f"{config.num_layers:,}"),
             *((name, f"{size:,}") for name, size in sizes.items() if name not in ("one", "vocab")),
-            ("vocabulary", f"{c.vocab_size:,} tokens"),
-            ("context", f"{c.context_length:,} tokens"),
+            ("vocabulary", f"{config.vocab_size:,} tokens"),
+            ("context", f"{config.context_length:,} tokens"),
             ("computes in", f"{dtype_name(self.dtype)} on {self.device}"),
             ("identity as loaded", "none" if self._identity is None else self._identity.short),
         ]
@@ -775,12 +828,16 @@ class Model:
 
 
 def _spec_of(taps: PassTaps) -> BoundSpec:
-    """Spec of taps; an empty spec for taps without the attribute `spec`."""
+    """The captures and interventions that the taps carry out; an empty spec for taps without `spec`."""
     return getattr(taps, "spec", BoundSpec())
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Convert a dtype name to a torch dtype. ConfigError unless models can compute in this dtype."""
+    """Convert a dtype name, e.g. "bfloat16", to a torch dtype.
+
+    Raises:
+        ConfigError: for a dtype that models cannot compute in.
+    """
     if isinstance(dtype, torch.dtype) and dtype in DTYPES.values():
         return dtype
     if str(dtype) not in DTYPES:
@@ -797,9 +854,10 @@ def as_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        place = torch.device(device)
-        torch.empty(0, device=place)  # torch.device() accepts devices that do not exist; allocating does not
-        if place.type == "meta":
+        torch_device = torch.device(device)
+        # torch.device() accepts devices that do not exist; allocating does not.
+        torch.empty(0, device=torch_device)
+        if torch_device.type == "meta":
             raise RuntimeError("which holds no numbers")
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         reason = str(error).splitlines()[0].partition(". ")[0].rstrip(".")
@@ -808,9 +866,9 @@ def as_device(device: str | torch.device | None) -> torch.device:
             reason = "no kind of device"
         raise ConfigError(
             f"expected a device such as cpu, cuda or cuda:1 that this machine has, found {str(device)!r} "
-            f"({reason}); leave it out to compute where it can"
+            f"({reason}); leave it out to use a GPU if there is one, else the CPU"
         ) from error
-    return place
+    return torch_device
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -818,14 +876,19 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _refuse_rows_of_batches(spec: BoundSpec, groups: Mapping[int, list[int]]) -> None:
-    """Raise InterventionError for a payload with one row per prompt if prompts have different lengths."""
+def _refuse_rows_per_prompt(spec: BoundSpec, groups: Mapping[int, list[int]]) -> None:
+    """Raise InterventionError for a tensor with one row per prompt where prompts have different lengths.
+
+    Arguments:
+        spec: interventions with their tensors.
+        groups: prompt length -> indices of the prompts.
+    """
     for point, change in spec.interventions:
         if len(groups) > 1 and payload_rows(point, change) > 1:
             raise InterventionError(
-                f"{type(change).__name__} at '{point}' carries one row per prompt "
-                f"({payload_rows(point, change)}), but the prompts have {len(groups)} different lengths; run "
-                "prompts of each length in a separate call"
+                f"{type(change).__name__} at '{point}': expected prompts of one length for a tensor with one "
+                f"row per prompt ({payload_rows(point, change)} rows), found {len(groups)} lengths; call "
+                "forward once for the prompts of each length"
             )
 
 

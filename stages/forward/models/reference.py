@@ -70,8 +70,12 @@ class ModelRef:
 
     @classmethod
     def of(cls, model: Any, **options: Any) -> ModelRef:
-        """A reference to a model with these options; a given reference is copied with the options
-        replaced."""
+        """Make a reference to a model with options for loading it.
+
+        Arguments:
+            model: a loaded `Model`, its name or folder, or a reference, which is copied with these options.
+            options: fields of `ModelRef`, such as dtype and device.
+        """
         if isinstance(model, ModelRef) and not options:
             return model  # checked already: the check of a loaded model's revision digests files
         return replace(model, **options) if isinstance(model, ModelRef) else cls(model, **options)
@@ -117,8 +121,8 @@ class ModelRef:
                 matches = _is_at(self.model, value, actual["dtype"])
             if not matches:
                 raise ConfigError(
-                    f"expected {name} beside a model's name, found {name}={shown(value)} beside a loaded "
-                    "model; give it to mizarr.Model.from_pretrained, or leave it out"
+                    f"expected {name} together with the name of a model, found {name}={shown(value)} "
+                    "together with a loaded model; pass it to mizarr.Model.from_pretrained, or leave it out"
                 )
 
 
@@ -138,7 +142,7 @@ def require_model(value: Any, expected: str = "a loaded model") -> None:
 
 
 def _is_at(model: Any, revision: Any, dtype: str) -> bool:
-    """Whether a loaded model has the weights of this branch, tag or commit of its name."""
+    """Whether a loaded model has the weights that its name has at a branch, tag or commit."""
     from .files import resolve_runnable
 
     if model.identity is None:

@@ -43,15 +43,15 @@ EMBEDDING, HEAD = "embedding", "LM head"
 EVERYTHING = 1 << 62
 """A value of `max_memory` that keeps all weights in memory: more bytes than any model has."""
 TOKENS = 4096
-"""Tokens of a pass whose activations are left room for beside the weights."""
+"""Memory beside the weights is reserved for the activations of a pass over so many tokens."""
 
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """Bytes of model weights in the compute dtype."""
+    """Bytes of a model's weights in the compute dtype, by the parts that are loaded and evicted together."""
 
     units: Mapping[Unit, int]
-    """Bytes of each unit that can be loaded and evicted."""
+    """Bytes of each layer (by its number), of the embedding, and of the LM head unless it is tied."""
     always: int
     """Bytes of weights that stay in memory: norms outside the layers, and tensors that several layers
     share."""
@@ -79,8 +79,8 @@ def bytes_of(config: Architecture, itemsize: int) -> UnitBytes:
     """
     if config.kind == "bridge":
         raise ConfigError(
-            f"expected a model that is computed here, found {config.model_type} behind a bridge, whose "
-            "weights are all in memory; choose a machine that holds them"
+            f"max_memory: expected a model that mizarr's own networks run, found {config.model_type}, which "
+            "transformers runs with all weights in memory; leave max_memory out, or use a larger machine"
         )
     tensors = config.tensors
     outside = dict(tensors.outside)
@@ -116,15 +116,15 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def describe_shortage(total: int, room: int) -> str:
-    """Message that weights are streamed, because `total` bytes do not fit in `room` bytes.
+    """Message for the user that the weights do not fit in memory, so that each pass reads layers from files.
 
     Arguments:
         total: bytes of all weights.
         room: bytes that weights may take.
     """
     return (
-        f"weights of {human_bytes(total)} do not fit the {human_bytes(room)} there are for them; layers come "
-        "and go"
+        f"weights of {human_bytes(total)} do not fit in the {human_bytes(room)} available for them; each "
+        "pass reads layers from files"
     )
 
 
@@ -136,7 +136,7 @@ def room_for(
     name: str,
     beside: int | None = None,
 ) -> int | None:
-    """Bytes for streamed weights; None if all weights fit and stay in memory.
+    """Most bytes of weights in memory, if layers must be read from files; None if all weights fit in memory.
 
     Arguments:
         config: architecture of the model.
@@ -164,8 +164,8 @@ def room_for(
         return None
     if needed.least > max_memory:
         raise ConfigError(
-            f"expected at least {human_bytes(needed.least)} for the weights of {name}, one layer at a time, "
-            f"found {human_bytes(max_memory)} allowed; allow more, or compute in bfloat16"
+            f"max_memory: expected at least {human_bytes(needed.least)} for {name}, the bytes of its largest "
+            f"layer and shared weights, found {human_bytes(max_memory)}; allow more, or compute in bfloat16"
         )
     return max_memory
 

@@ -1,4 +1,4 @@
-"""`ModelSource`: the model of a node, by name (loaded only when something must be computed) or loaded.
+"""`ModelSource`: the model of a pipeline node, loaded already, or by name and loaded when first needed.
 
 Knows no prompts and no stores. Imports torch only in `load`.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class ModelSource:
-    """The model of a node: by reference, loaded when something must be computed, or already loaded.
+    """The model that a pipeline node computes with: loaded already, or by name and loaded when first needed.
 
     Pickling keeps the name only; another process loads the weights itself.
     """
@@ -58,13 +58,19 @@ class ModelSource:
 
     @classmethod
     def of(cls, model: ModelSource | ModelRef | Model | str | Path, **options: Any) -> ModelSource:
-        """A ModelSource of a model with options of `ModelRef`; a ModelSource without options is returned
-        unchanged."""
+        """Make a ModelSource; one that is given without options is returned unchanged.
+
+        Arguments:
+            model: a loaded model, its name, or a reference to it.
+            options: options of `ModelRef`, such as dtype and device.
+        """
         return model if isinstance(model, cls) and not options else cls(ModelRef.of(model, **options))
 
     @cached_property
     def identity(self) -> ModelIdentity:
-        """Identity of the model at the first access, part of the keys of results; `check` compares it again.
+        """Identity of the model, part of the keys of stored results.
+
+        It is computed once; `check` raises if the model has changed since.
 
         Raises:
             ConfigError: for a model made in memory.
@@ -74,17 +80,18 @@ class ModelSource:
         return self._loaded_model().require_identity()
 
     def expect(self, *, served: bool) -> None:
-        """`check`, while planning.
+        """Raise SourceChanged, while planning, if the model no longer has its identity.
 
-        served: whether stored results will be returned without loading. Only then weights in memory are
-            checked here; otherwise `load` checks them.
+        Arguments:
+            served: whether stored results will be returned without loading the model. Only then weights in
+                memory are checked here; otherwise `load` checks them.
         """
         if self.files is not None or served:
             self.check()
 
     @contextmanager
     def just_identified(self) -> Iterator[None]:
-        """In this block `check` skips weights in memory, which costs 8 ms per 100 MB.
+        """In this block `check` does not compare weights in memory, which would cost 8 ms per 100 MB.
 
         For a call that continues right after computing `identity`, with no chance to edit weights in between.
         """
@@ -105,8 +112,8 @@ class ModelSource:
             and self._model.require_identity() != self.identity
         ):
             raise SourceChanged(
-                f"expected the weights of {self.name} as they were (model {self.identity.short}), found them "
-                "changed in memory meanwhile; start again with the model as it is now"
+                f"expected unchanged weights of {self.name} (identity {self.identity.short}), found weights "
+                "that were edited in memory during this call; call it again with the weights as they are now"
             )
 
     @cached_property
@@ -116,14 +123,14 @@ class ModelSource:
 
     @cached_property
     def tokenizer_digest(self) -> str | None:
-        """Vocabulary digest, part of keys of results that contain words; None without tokenizer."""
+        """Digest of the tokenizer, part of the keys of results that contain words; None without tokenizer."""
         return None if self.tokenizer is None else self.tokenizer.digest
 
     def load(self, *, max_memory: int | None = None, beside: int = 0) -> Model:
         """Load the model, once, and check that it still has `identity` and `tokenizer_digest`.
 
         Arguments:
-            max_memory: see `Model.from_pretrained`.
+            max_memory: most bytes of weights in memory; None for the free memory of the machine.
             beside: bytes to leave free beside the weights, if `max_memory` is None; 0 for the default.
 
         Raises:
@@ -136,19 +143,25 @@ class ModelSource:
         arguments = _LoadingArguments(self.name, self.revision, self.dtype, self.device)
         key = (arguments, self.identity, self.tokenizer_digest)
         if self._model is None:
-            self._model = _loaded(key, self.files, max_memory, partial(self._allowed, max_memory, beside))
+            weight_limit = partial(self._weight_limit, max_memory, beside)
+            self._model = _loaded(key, self.files, max_memory, weight_limit)
         if (edited := self._model.first_edit()) is not None:
             # Forgotten, so that the next call loads the files again.
             self._model = None
             _forget(key)
             raise SourceChanged(
-                f"expected the weights of {self.name} as in its files, found {edited} edited in memory; give "
-                "the edited model itself instead of its name, or ask again for the model of the files"
+                f"expected the weights of {self.name} as in its files, found {edited} edited in memory; pass "
+                "the edited Model object instead of its name, or call again to load the files anew"
             )
         return self._model
 
-    def _allowed(self, max_memory: int | None, beside: int) -> int | None:
-        """`max_memory`, or else the free bytes less `beside`; None if neither is set."""
+    def _weight_limit(self, max_memory: int | None, beside: int) -> int | None:
+        """Most bytes of weights in memory; None to let the loader decide.
+
+        Arguments:
+            max_memory: the limit, if the caller set one.
+            beside: bytes to leave free beside the weights, if there is no limit; 0 to let the loader decide.
+        """
         if max_memory is not None or not beside:
             return max_memory
         from .model import as_device, as_dtype
@@ -160,24 +173,37 @@ class ModelSource:
 
     def _loaded_model(self) -> Model:
         if self._model is None:
-            raise PlanError(f"{self!r} was sent here by name; its tokenizer and identity stayed behind")
+            raise PlanError(
+                f"{self!r}: expected a loaded model, found a copy in another process, which has only the "
+                "model's name; read tokenizer and identity before sending it"
+            )
         return self._model
 
     @property
     def needs(self) -> str:
-        """Resource that a worker needs for this model: "GPU", or "" if its device is the CPU."""
+        """Dask resource that a worker needs to run this model: "GPU", or "" if its device is the CPU."""
         # None takes a GPU where there is one, so it asks for one as well.
         return "" if self.device == "cpu" else "GPU"
 
     def provenance(self) -> dict[str, Any]:
-        """Name, identity, device and tuning for the provenance of results; no part of any key."""
+        """Name, identity, device and tuning of the model, for the provenance record of results.
+
+        They are no part of any key.
+        """
         about = {"model": self.name, "identity": self.identity.request(), "device": self.device}
         return about | tuning()
 
     def for_workers(self) -> ModelSource:
-        """This source, if other processes can load its model. PlanError for a loaded model."""
+        """Return this source after checking that worker processes can load its model.
+
+        Raises:
+            PlanError: for a loaded model, which cannot be sent to them.
+        """
         if self.files is None:
-            raise PlanError("workers load the model themselves; pass its name instead of a loaded model")
+            raise PlanError(
+                f"expected a model by name, which each worker loads itself, found the loaded model "
+                f"{self.name}; pass its name"
+            )
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -198,7 +224,7 @@ class _LoadingArguments:
     revision: str | None
     """Branch, tag or commit; None for main."""
     dtype: str
-    """Dtype it computes in."""
+    """Name of the dtype that the model computes in."""
     device: str | None
     """Device name, such as "cuda:1"; None chooses a GPU if available, otherwise the CPU."""
 
@@ -209,18 +235,24 @@ _ModelKey = tuple[_LoadingArguments, ModelIdentity, str | None]
 
 @dataclass(frozen=True)
 class _CachedModel:
-    """The model that was loaded last."""
+    """The model that was loaded last in this process, kept for the next call."""
 
     key: _ModelKey
-    """Key it was loaded under."""
+    """Loading arguments, identity and tokenizer digest of the model."""
     max_memory: int | None
     """Requested memory limit of the weights, in bytes; None for no limit."""
     model: Model
-    """The model."""
+    """The loaded model."""
 
     def serves(self, key: _ModelKey, max_memory: int | None) -> bool:
-        """Whether this is the requested model: with equal memory limit, or with all weights in memory, within
-        the new limit."""
+        """Whether this is the requested model, loaded as requested.
+
+        Its memory limit must be the same, or all its weights must be in memory and within the new limit.
+
+        Arguments:
+            key: loading arguments, identity and tokenizer digest of the requested model.
+            max_memory: most bytes of weights in memory; None for no limit.
+        """
         if self.key != key or self.max_memory == max_memory:
             return self.key == key
         return self.model.streamed is None and (max_memory is None or self.model.weight_bytes <= max_memory)
@@ -233,21 +265,21 @@ _LOADING = threading.Lock()
 
 
 def _loaded(
-    key: _ModelKey, files: ModelFiles | None, max_memory: int | None, allowed: Callable[[], int | None]
+    key: _ModelKey, files: ModelFiles | None, max_memory: int | None, weight_limit: Callable[[], int | None]
 ) -> Model:
-    """The last loaded model if it is the requested one; otherwise load the model.
+    """Return the last loaded model if it is the requested one; otherwise load the model.
 
     Arguments:
         key: loading arguments, identity and tokenizer digest.
         files: resolved files of the model; None to resolve its name.
         max_memory: requested memory limit in bytes, part of the comparison.
-        allowed: returns the bytes that the weights may take; called only to load.
+        weight_limit: returns the bytes that the weights may take; called only to load.
     """
     with _LOADING:
         if not (_cache and _cache[0].serves(key, max_memory)):
             _cache.clear()  # before loading: two models may not fit in memory
-            # `allowed` asks for free memory only now, after the earlier model has gone.
-            _cache.append(_CachedModel(key, max_memory, _load(*key, files, allowed())))
+            # Free memory is measured only now, after the earlier model has gone.
+            _cache.append(_CachedModel(key, max_memory, _load(*key, files, weight_limit())))
         return _cache[0].model
 
 
@@ -275,15 +307,15 @@ def _load(
         model = Model.from_files(files or reference.files(), reference, max_memory=max_memory)
     if (loaded_identity := model.require_identity()) != identity:
         raise SourceChanged(
-            f"expected {name} to be model {identity.short}, as when this was planned, found "
-            f"{loaded_identity.short}: its files were replaced, or differ on this machine; start again with "
-            "the model as it is now"
+            f"expected the model {name} with identity {identity.short}, as when this run was planned, found "
+            f"{loaded_identity.short}: its files were replaced, or differ on this machine; run the command "
+            "again with the files as they are now"
         )
-    vocabulary = None if model._tokenizer is None else model._tokenizer.digest
-    if vocabulary != tokenizer:
+    loaded_tokenizer = None if model._tokenizer is None else model._tokenizer.digest
+    if loaded_tokenizer != tokenizer:
         raise SourceChanged(
-            f"expected the tokenizer {(tokenizer or 'none')[:19]} of {name}, found "
-            f"{(vocabulary or 'none')[:19]}: its file was replaced since this was planned; start again with "
-            "the model as it is now"
+            f"expected the tokenizer of {name} with digest {(tokenizer or 'none')[:19]}, found "
+            f"{(loaded_tokenizer or 'none')[:19]}: its file was replaced since this run was planned; run the "
+            "command again with the files as they are now"
         )
     return model

@@ -51,7 +51,7 @@ class WeightFiles:
     """Reads weights from files, and checks that the files have not changed."""
 
     checkpoint: Checkpoint
-    """The files."""
+    """Weight files, whose tensors are read by name."""
     config: Architecture
     """Architecture of the model."""
     dtype: torch.dtype
@@ -66,7 +66,9 @@ class WeightFiles:
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """Open the files in this block; the returned function reads a tensor in `dtype` on `device`.
+        """Open the files in this block, with a function that reads a tensor by name.
+
+        Its tensors have the dtype `dtype` and are on `device`.
 
         Raises:
             SourceChanged: if the files changed since the model was opened.
@@ -79,11 +81,14 @@ class WeightFiles:
         self.check()
 
     def rows(self, name: str, ids: Tensor) -> Tensor | None:
-        """Rows `ids` of a matrix, [row, width]; None if its file does not hold it in plain form.
+        """Read some rows of a matrix without reading the others.
 
         Arguments:
             name: name of the matrix in the checkpoint.
-            ids: rows to read.
+            ids: indices of the rows, [row].
+
+        Returns:
+            [row, width]; None if rows cannot be read alone, e.g. from a quantised matrix.
         """
         if (mapped := self.checkpoint.mapped(name)) is None:
             return None
@@ -97,12 +102,12 @@ class WeightFiles:
         return converted
 
     def check(self) -> None:
-        """Raise SourceChanged unless the files are those that were opened."""
+        """Raise SourceChanged if the files changed since the model was loaded."""
         if self._stamped() != self._stamps:
             names = ", ".join(path.name for path in self.checkpoint.files[:3])
             raise SourceChanged(
-                f"expected the weight files ({names}) as they were when the model was opened, found them "
-                "changed meanwhile, and layers are still to be read of them; load the model anew"
+                f"expected the weight files ({names}) unchanged since the model was loaded, because layers "
+                "are still read from them, found them changed; load the model again"
             )
 
     def _stamped(self) -> tuple[Stamp, ...]:
@@ -118,10 +123,12 @@ class Window:
     """
 
     def __init__(self, read: Callable[[Unit], Any], sizes: Any, room: int, name: str) -> None:
-        """Start with no unit in memory.
+        """Start with no weights in memory.
+
+        A unit is what is read and evicted together: a layer (by its number), the embedding or the LM head.
 
         Arguments:
-            read: reads a unit from the files.
+            read: reads the weights of a unit from the files.
             sizes: unit -> bytes.
             room: most bytes of all units in memory.
             name: name of the model, for errors.
@@ -137,10 +144,15 @@ class Window:
         return unit in self._loaded
 
     def get(self, unit: Unit) -> Any:
-        """The weights of a layer, or the matrix [vocab, width] of embedding or LM head; read if necessary.
+        """The weights of a layer, or the matrix [vocab, width] of embedding or LM head.
+
+        They are read from the files if they are not in memory.
+
+        Arguments:
+            unit: number of a layer, `EMBEDDING` or `HEAD`.
 
         Raises:
-            ConfigError: if the unit is larger than the limit, or a unit to evict was edited.
+            ConfigError: if they are larger than the memory limit, or if weights to evict were edited.
         """
         with self._lock:
             if unit in self._loaded:
@@ -155,7 +167,14 @@ class Window:
             return self._loaded[unit][0]
 
     def keep_only(self, units: Collection[Unit]) -> None:
-        """Evict all units except these. ConfigError if an evicted unit was edited in memory."""
+        """Remove all other weights from memory.
+
+        Arguments:
+            units: layers (by number), `EMBEDDING` or `HEAD` to keep.
+
+        Raises:
+            ConfigError: if weights to remove were edited in memory, because the edit would be lost.
+        """
         with self._lock:
             for unit in [unit for unit in self._loaded if unit not in units]:
                 self._evict(unit)
@@ -180,7 +199,7 @@ class Window:
             yield group
 
     def altered(self) -> list[Unit]:
-        """Units in memory that were edited since they were read."""
+        """Layers (by number), embedding or LM head whose weights were edited in memory after reading."""
         with self._lock:
             return [
                 unit
@@ -189,11 +208,11 @@ class Window:
             ]
 
     def expect_room(self, unit: Unit) -> None:
-        """Raise ConfigError for a unit larger than the limit."""
+        """Raise ConfigError for a layer, embedding or LM head that is larger than the memory limit."""
         if self._sizes[unit] > self._room:
             raise ConfigError(
-                f"expected room for the {unit} of {self._name}, {self._sizes[unit]:,} bytes at once, found "
-                f"{self._room:,} allowed beside what is always there; allow more (max_memory=)"
+                f"expected memory for the {unit} of {self._name}, {self._sizes[unit]:,} bytes, found a limit "
+                f"that leaves {self._room:,} for it; allow more (max_memory=)"
             )
 
     def _make_room(self, unit: Unit) -> None:
@@ -206,8 +225,9 @@ class Window:
         if as_read.first_difference(fingerprint(weights)) is not None:
             unit_name = f"layer {unit}" if isinstance(unit, int) else f"the {unit}"
             raise ConfigError(
-                f"expected the weights of {self._name} as they were read, found {unit_name} changed: weights "
-                "that come and go cannot be edited; load the model with room for all of them (max_memory=)"
+                f"expected unedited weights of {self._name}, which are read from files layer by layer, found "
+                f"{unit_name} edited in memory; to edit weights, load the model with memory for all of them "
+                "(max_memory=)"
             )
 
 
@@ -215,7 +235,7 @@ class StreamedLayers(Sequence[Layer], Generic[Layer]):
     """Sequence of model layers; indexing reads the layer's weights from files if necessary."""
 
     def __init__(self, window: Window, count: int) -> None:
-        """Make a sequence of layers.
+        """Make a sequence of layers that are read when they are indexed.
 
         Arguments:
             window: reads and evicts the layers.
@@ -241,11 +261,11 @@ class StreamedWeights(Weights[Any]):
     """Network weights that are read from files on demand, within a memory limit."""
 
     def __init__(self, files: WeightFiles, room: int, name: str) -> None:
-        """Read the weights that stay in memory.
+        """Read the weights that always stay in memory: norms outside the layers, tensors shared by layers.
 
         Arguments:
             files: the files of the weights.
-            room: most bytes of weights in memory, including those that always are.
+            room: most bytes of weights in memory, including the weights that always stay there.
             name: name of the model, for errors.
         """
         config, sizes = files.config, bytes_of(files.config, files.dtype.itemsize)
@@ -290,12 +310,12 @@ class StreamedWeights(Weights[Any]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `Weights`."""
+        """Dtype that the model computes in."""
         return self._files.dtype
 
     @property
     def device(self) -> torch.device:
-        """Device that weights are read to; see `Weights`."""
+        """Device that weights are read to."""
         return self._files.device
 
     @property
@@ -306,23 +326,22 @@ class StreamedWeights(Weights[Any]):
 
     @property
     def lm_head(self) -> Tensor | None:
-        """LM head matrix [vocab, width], read from files unless in memory; None for a head tied to the
-        embedding."""
+        """LM head matrix [vocab, width], read if not in memory; None for a head tied to the embedding."""
         return None if self.head == EMBEDDING else self.window.get(HEAD)
 
     @property
     def head(self) -> Unit:
-        """The unit with the matrix of the LM head: `EMBEDDING` if the head is tied, otherwise `HEAD`."""
+        """Which matrix `Window.get` reads for the LM head: `EMBEDDING` if the head is tied, else `HEAD`."""
         outside = self._files.config.tensors.outside
         return EMBEDDING if outside["head"] == outside["embed"] else HEAD
 
     @property
     def embeds_whole(self) -> bool:
-        """Whether embedding tokens reads the whole matrix, because no file holds it in plain form."""
+        """Whether tokens can be embedded only by reading the whole matrix, e.g. because it is quantised."""
         return self._files.checkpoint.mapped(self._files.config.tensors.outside["embed"].name) is None
 
     def embedded(self, ids: Tensor) -> Tensor:
-        """Embeddings of token ids (see `Weights`); reads only their rows if the matrix is not in memory."""
+        """Embeddings [..., width] of token ids [...]; reads only their rows if the matrix is not loaded."""
         if EMBEDDING not in self.window:
             # Each row is read once, however often its token occurs.
             unique_ids, indices = ids.unique(return_inverse=True)
@@ -332,14 +351,14 @@ class StreamedWeights(Weights[Any]):
         return super().embedded(ids)
 
     def known_by(self) -> dict[str, Any]:
-        """State for fingerprint.py: names of the units in memory that were edited since they were read.
+        """State to compare in a fingerprint of the model: names of weights that were edited in memory.
 
-        A value other than a tensor: a model with some weights edited, and others not read yet, has no
+        It is text and no tensor, so that a model with some weights edited and others not read yet has no
         identity.
         """
         altered = [str(unit) for unit in self.window.altered()]
-        where = self._as_read.first_difference(fingerprint(self._ends))
-        return {"weights": " ".join(altered if where is None else [*altered, where])}
+        edited_outside = self._as_read.first_difference(fingerprint(self._ends))
+        return {"weights": " ".join(altered if edited_outside is None else [*altered, edited_outside])}
 
 
 def stream(

@@ -23,26 +23,26 @@ __all__ = ["architecture_to_train", "network_over"]
 
 
 def architecture_to_train(raw: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Architecture:
-    """The architecture of a known family.
+    """The architecture of a model of a known family, read from a config.json without a checkpoint.
 
     Arguments:
-        raw: contents of its config.json.
+        raw: contents of config.json.
         shapes: shapes of tensors by their name in a checkpoint; only families whose config leaves sizes open
             need some.
 
     Raises:
-        ConfigError: as loading a model does.
+        ConfigError: for a config that does not describe a model of its family.
     """
     source = "the configuration to train"
     return KNOWN[model_type_of(raw, source)].read(ConfigReader(raw, source), shapes)
 
 
 def network_over(architecture: Architecture, take: Callable[[str], Tensor]) -> Network:
-    """The network of an architecture; `take` returns a tensor by its name in a checkpoint.
+    """A network that computes with trainable tensors, to which gradients flow back.
 
     Arguments:
         architecture: architecture of the model.
-        take: name of a tensor in a checkpoint -> the tensor to train.
+        take: returns the tensor to train for the name that it has in a checkpoint.
     """
     # Imported here, so that an architecture is made without torch.
     from ..networks.table import over

@@ -17,7 +17,7 @@ __all__ = ["turned_queries"]
 
 
 def turned_queries(rope: RopeConfig | None, rows: Array, offset: int, length: int | None = None) -> Array:
-    """Rotate query vectors, so that their dot product with unrotated keys is the score at a distance.
+    """Rotate query vectors by RoPE, so that their dot product with unrotated keys is the score at a distance.
 
     Attention scores depend on the difference of positions alone (Su et al. 2021, eq. 16):
     (R_p q)'(R_s k) = (R_{p - s} q)' k.
@@ -36,7 +36,10 @@ def turned_queries(rope: RopeConfig | None, rows: Array, offset: int, length: in
         ConfigError: if `offset` is negative.
     """
     if offset < 0:
-        raise ConfigError(f"expected a key at or before its query, found it {-offset} positions after it")
+        raise ConfigError(
+            f"expected an offset of 0 or more positions from key to query, found {offset}, a key after its "
+            "query"
+        )
     # At distance 0 the rotation is the identity; a magnitude stays.
     if rope is None or (offset == 0 and rope.magnitude == 1):
         return rows

@@ -39,12 +39,14 @@ from .weights import AttentionWeights, Linear, NormWeights
 Weigh = Callable[[Tensor, Tensor, Tensor, Tensor | None, AttentionMixer], Tensor]
 """Signature of `weighted_values`: (q, k, v, mask, mixer) -> z."""
 _QUERIES = 16
-"""Queries per tile are padded to a multiple of this: matrix products of fewer rows sum in another order."""
+"""The queries of a causal call of the kernel are padded to a multiple of this number: matrix products of
+fewer rows sum in another order."""
 _PADDED_QUERIES = 4
-"""Queries of non-causal calls are padded to a multiple of this, the row block of a matrix product."""
+"""The queries of a non-causal call of the kernel are padded to a multiple of this number, the row block of a
+matrix product."""
 _FEW_QUERIES = 2
-"""Largest number of queries that are not padded: the kernel has a path for them, and four queries take more
-than twice the time of one."""
+"""Largest number of queries that are not padded: the kernel has a path for one or two queries, and four take
+more than twice the time of one."""
 _NARROW = (torch.bfloat16, torch.float16)
 _BLOCK = 32
 """Smallest number of queries that the fused kernel processes as one block."""
@@ -55,11 +57,14 @@ _LARGEST_TILE = 256
 8 heads of 64: 1.0 to 1.08 for 100 to 1,024 tokens, 1.75 for 20 tokens, where attention is 1/30 of a pass."""
 
 
-def linear(x: Tensor, part: Linear | None) -> Tensor:
-    """x weight^T + bias, plus the product with the low-rank factors if there are any."""
-    assert part is not None  # None only for parts that the family's layout does not have
-    out = product(x, part.weight, part.bias)
-    return out if part.low is None else out + product(product(x, part.low[0]), part.low[1])
+def linear(x: Tensor, projection: Linear | None) -> Tensor:
+    """x weight^T + bias, [..., in] -> [..., out], plus the projection's low-rank adapter if it has one."""
+    assert projection is not None  # None only for projections that the family's layout does not have
+    out = product(x, projection.weight, projection.bias)
+    if projection.low is None:
+        return out
+    down, up = projection.low
+    return out + product(product(x, down), up)
 
 
 def causal(
@@ -87,7 +92,7 @@ def causal(
 def limit_to_window(
     queries: Tensor, keys: Tensor, mask: Tensor, window: int | None, *, is_chunked: bool = False
 ) -> Tensor:
-    """Restrict an attention mask to a window or to chunks.
+    """Copy of an attention mask that is False outside of a sliding window, or between different chunks.
 
     Arguments:
         queries: positions of queries, int, broadcastable to the mask.
@@ -156,33 +161,35 @@ def attention(
         weights: projections and norms.
         sizes: sizes and switches of the layer's attention.
         mixer: parameters that `History.attend` needs, such as window, scale and soft cap.
-        layer: the layer.
-        history: mixes the positions.
-        taps: hook points of the pass.
+        layer: number of the layer.
+        history: finds the earlier tokens and mixes the positions.
+        taps: captures and interventions of the pass, called at its hook points.
         gate: factors of the heads' outputs, [B, H, kept, dh]; None for no gate.
         source: the stream before the norm, if the layer has hook points for inputs of single heads.
-        beside: tensors carried in addition to the stream, if layers share keys and values: a layer with
-            `AttentionSpec.source` reads those of that layer, others write theirs, keys after RoPE.
+        beside: tensors that layers pass on besides the stream, in families whose layers share keys and
+            values: a layer with `AttentionSpec.source` reads the keys (after RoPE) and values of that layer;
+            other layers add theirs.
 
     Returns:
-        Output of the output projection [B, kept, D], before any post-norm.
+        Output of the output projection [B, kept, D], before any post-norm; kept: the tokens whose output
+        later layers need.
     """
     if sizes.source is not None:
         assert beside is not None  # callers pass it to layers that share keys
-        q = history.needed(taps("q", layer, _by_heads(linear(x, weights.q), weights.q_norm, sizes)))
+        q = history.needed(taps("q", layer, _split_and_norm(linear(x, weights.q), weights.q_norm, sizes)))
         if sizes.rope is not None:
             cos, sin = map(history.needed, history.rotation(sizes.rope, q.dtype))
             q = rotate(q, cos, sin, interleaved=sizes.rope.interleaved)
-        k, v = (_by_heads(beside[name], None, sizes) for name in _carried_names(sizes.source))
+        k, v = (_split_and_norm(beside[name], None, sizes) for name in _carried_names(sizes.source))
     else:
         q, k, v = project(x, weights, sizes, layer, taps, source)
         q, k = apply_rope(history.needed(q), k, sizes.rope, history)
         if sizes.qk_norm is not None and sizes.qk_norm.after_rope:
-            q, k = (_normed(x, norm, sizes) for x, norm in ((q, weights.q_norm), (k, weights.k_norm)))
+            q, k = _normed(q, weights.q_norm, sizes), _normed(k, weights.k_norm, sizes)
         k = taps("rot_k", layer, k)
         if beside is not None:
-            flat = (x.transpose(1, 2).flatten(2) for x in (k, v))
-            beside |= zip(_carried_names(layer), flat, strict=True)
+            keys_name, values_name = _carried_names(layer)
+            beside[keys_name], beside[values_name] = (heads.transpose(1, 2).flatten(2) for heads in (k, v))
     if sizes.temperature_tuning is not None:
         # After rope, with which a factor per query commutes.
         q = _temperature_tuned(q, sizes.temperature_tuning, history)
@@ -199,13 +206,15 @@ def attention(
 
 
 def _carried_names(layer: int) -> tuple[str, str]:
-    """Names of a layer's keys and values in `Carried`, each [B, token, head * dh]."""
+    """Names of a layer's keys and values among the tensors that layers pass on (`Carried`), each [B, token,
+    head * dh]."""
     return f"keys.{layer}", f"values.{layer}"
 
 
 @dataclass(frozen=True)
 class StreamRead:
-    """The stream [B, token, D] before the norm, and the norm, from which attention reads."""
+    """The residual stream before the pre-attention norm, and that norm, to compute attention inputs of single
+    heads."""
 
     stream: Tensor
     """Residual stream before the norm, [B, token, D]."""
@@ -221,34 +230,35 @@ def project(
     taps: Taps,
     source: StreamRead | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Project normalised x [B, S, D] to queries, keys and values.
+    """Queries, keys and values of the normalised stream.
 
     Arguments:
         x: normalised stream [B, S, D].
         weights: projections and QK norms.
         sizes: sizes and switches of the layer's attention.
-        layer: the layer.
+        layer: number of the layer.
         taps: hook points q, k, v, and those of inputs of single heads.
-        source: the stream before the norm, to recompute projections of changed head inputs.
+        source: the stream before the norm, to recompute projections of changed head inputs; None for a layer
+            without such hook points.
 
     Returns:
         q [B, H, S, dh], k and v [B, Hk, S, dh], before RoPE.
     """
     queries, keys = linear(x, weights.q), linear(x, weights.k)
-    flat: tuple[Tensor, ...]
+    projected: tuple[Tensor, ...]
     # Values that are keys are taken before the keys' norm and rope.
-    flat = (queries, keys, keys if sizes.values_from_keys else linear(x, weights.v))
+    projected = (queries, keys, keys if sizes.values_from_keys else linear(x, weights.v))
     if source is not None and taps.touches(layer, *SPLIT_INPUTS):
-        flat = _from_inputs(flat, source, weights, sizes, layer, taps)
+        projected = _project_head_inputs(projected, source, weights, sizes, layer, taps)
     if (limit := sizes.clip_qkv) is not None:
-        flat = tuple(part.clamp(-limit, limit) for part in flat)
-    is_later = sizes.qk_norm is not None and sizes.qk_norm.after_rope
-    norms = (None,) * 3 if is_later else (weights.q_norm, weights.k_norm, weights.v_norm)
-    q, k, v = (_by_heads(part, norm, sizes) for part, norm in zip(flat, norms, strict=True))
+        projected = tuple(part.clamp(-limit, limit) for part in projected)
+    is_normed_later = sizes.qk_norm is not None and sizes.qk_norm.after_rope
+    norms = (None,) * 3 if is_normed_later else (weights.q_norm, weights.k_norm, weights.v_norm)
+    q, k, v = (_split_and_norm(part, norm, sizes) for part, norm in zip(projected, norms, strict=True))
     return taps("q", layer, q), taps("k", layer, k), taps("v", layer, v)
 
 
-def _from_inputs(
+def _project_head_inputs(
     flat: Sequence[Tensor],
     source: StreamRead,
     weights: AttentionWeights,
@@ -256,15 +266,24 @@ def _from_inputs(
     layer: int,
     taps: Taps,
 ) -> tuple[Tensor, ...]:
-    """Projections [B, S, heads * dh], recomputed for heads whose input stream an intervention changes.
+    """Queries, keys and values, each [B, S, heads * dh], recomputed for heads whose input an intervention
+    changes.
 
     In grouped-query attention, taps may return one key or value input per query head; each query head then
     gets keys and values computed from its own input.
+
+    Arguments:
+        flat: queries, keys and values of unchanged inputs, each [B, S, heads * dh].
+        source: the stream before the norm, of which every head's input is a copy.
+        weights: projections.
+        sizes: sizes and switches of the layer's attention.
+        layer: number of the layer.
+        taps: hook points of the inputs of single heads (`SPLIT_INPUTS`).
     """
-    heads = (sizes.num_attention_heads, sizes.num_kv_heads, sizes.num_kv_heads)
+    head_counts = (sizes.num_attention_heads, sizes.num_kv_heads, sizes.num_kv_heads)
     projections = []
     parts = (weights.q, weights.k, weights.v)
-    for kind, count, projected, part in zip(SPLIT_INPUTS, heads, flat, parts, strict=True):
+    for kind, count, projected, part in zip(SPLIT_INPUTS, head_counts, flat, parts, strict=True):
         assert part is not None  # layers with such hook points have separate q, k and v
         if not taps.touches(layer, kind):
             projections.append(projected)
@@ -293,23 +312,23 @@ def _from_inputs(
     return tuple(projections)
 
 
-def _by_heads(x: Tensor, norm: NormWeights | None, sizes: AttentionSpec) -> Tensor:
-    """x [B, S, heads * dh] as [B, heads, S, dh], normalised per head, or over all heads if the norm has the
-    full width (OLMo 2)."""
+def _split_and_norm(x: Tensor, norm: NormWeights | None, sizes: AttentionSpec) -> Tensor:
+    """Projected queries, keys or values x [B, S, heads * dh] -> [B, heads, S, dh], normalised per head, or
+    over all heads if the norm has the full width (OLMo 2)."""
     if norm is not None and norm.weight.shape[0] != sizes.head_dim:
         x, norm = _normed(x, norm, sizes), None
     return _normed(x.unflatten(-1, (-1, sizes.head_dim)).transpose(1, 2), norm, sizes)
 
 
 def _normed(x: Tensor, norm: NormWeights | None, sizes: AttentionSpec) -> Tensor:
-    """x [..., width] normalised; unchanged if there is no norm."""
+    """Queries or keys x [..., width] after the family's QK-norm; unchanged if there is no norm."""
     if norm is None or sizes.qk_norm is None:
         return x
     return apply_norm(x, norm, sizes.qk_norm.kind, sizes.qk_norm.eps)
 
 
 def _normed_jointly(z: Tensor, norm: NormWeights, eps: float) -> Tensor:
-    """Heads' outputs z [B, H, S, dh], RMS-normalised over all heads of a token together."""
+    """Heads' outputs z [B, H, S, dh], RMS-normalised over all heads of a token together: same shape."""
     flat = apply_norm(z.transpose(1, 2).flatten(2), norm, "rms", eps)
     heads: Tensor = flat.unflatten(-1, (z.shape[1], -1)).transpose(1, 2)
     return heads
@@ -332,8 +351,10 @@ def _with_alibi(
     """
     slopes = to_device(torch.tensor(sizes.alibi_slopes), k.device)
     biases = (slopes[:, None] * history.positions).to(k.dtype)[:, :, None]
-    wider = torch.cat([k, biases.expand(k.shape[0], -1, -1, -1)], dim=-1)
-    return torch.cat([q, torch.full_like(q[..., :1], 1 / scale)], dim=-1), wider
+    wider_k = torch.cat([k, biases.expand(k.shape[0], -1, -1, -1)], dim=-1)
+    # Scores are multiplied by `scale` later, so the entry of queries divides by it.
+    wider_q = torch.cat([q, torch.full_like(q[..., :1], 1 / scale)], dim=-1)
+    return wider_q, wider_k
 
 
 def _with_value_bias(
@@ -345,15 +366,17 @@ def _with_value_bias(
     assert weights.rise_gain is not None  # models that have the map `rise` have its gain as well
     activated = evenly(F.softplus, linear(v.transpose(1, 2).flatten(2), weights.rise))
     biases = torch.exp(weights.rise_gain * activated).transpose(1, 2)[..., None]
-    return torch.cat([q, torch.full_like(q[..., :1], 1 / scale)], dim=-1), torch.cat([k, biases], dim=-1)
+    # Scores are multiplied by `scale` later, so the entry of queries divides by it.
+    wider_q = torch.cat([q, torch.full_like(q[..., :1], 1 / scale)], dim=-1)
+    return wider_q, torch.cat([k, biases], dim=-1)
 
 
 def apply_rope(q: Tensor, k: Tensor, rope: RopeConfig | None, history: History) -> tuple[Tensor, Tensor]:
-    """Rotate q [B, H, kept, dh] and k [B, Hk, token, dh] by position (RoPE).
+    """Queries and keys rotated by their positions (RoPE), in the same shapes.
 
     Arguments:
-        q: queries of the kept tokens.
-        k: keys of all tokens that enter the layer.
+        q: queries of the tokens whose output is needed, [B, H, kept, dh].
+        k: keys of all tokens that enter the layer, [B, Hk, token, dh].
         rope: rotary embedding of the layer; None returns both unchanged.
         history: gives the angles at the tokens' positions.
     """
@@ -384,7 +407,7 @@ def attend(
         allowed: bool, broadcastable to [B, H, query, key], True where attention may look; None for a plain
             causal mask, or for no mask if the layer is bidirectional.
         mixer: parameters of the layer's attention.
-        layer: the layer.
+        layer: number of the layer.
         taps: hook points, cut edges included.
         weigh: computes the output if no intervention changes scores or patterns; None for `weighted_values`.
         places: positions of queries in their prompts, [query] or [B, query], for relative position biases;
@@ -399,67 +422,75 @@ def attend(
     if mixer.relative is not None:
         assert places is not None  # no layer with relative positions runs under a history without positions
         mixer = replace(mixer, relative=partial(mixer.relative, places=places))
-    mask = allowed
-    cut = taps.cut(layer, q.shape[1], q.shape[2], k.shape[2], q.device)
-    if cut is not None:
-        mask = _without_cut(
-            default_mask(k.shape[2], mixer, q.device) if mask is None else mask, cut, layer, mixer
-        )
-    changed = taps.changes_attention(layer)
-    if changed or taps.captures(layer, "scores", "attn_scores", "pattern"):
-        whole = default_mask(k.shape[2], mixer, q.device) if mask is None else mask
-        masked = _masked(taps("scores", layer, _scores(q, k, mixer)), whole, mixer)
-        pattern = _pattern(taps("attn_scores", layer, masked), whole, mixer).to(q.dtype)
-        pattern = taps("pattern", layer, pattern, whole)
-        if changed or (weigh is None and needs_unfused(q, mixer)):
+    mask, compute_z = allowed, weigh or weighted_values
+    cut_edges = taps.cut(layer, q.shape[1], q.shape[2], k.shape[2], q.device)
+    if cut_edges is not None:
+        uncut = default_mask(k.shape[2], mixer, q.device) if mask is None else mask
+        mask = _without_cut(uncut, cut_edges, layer, mixer)
+    is_changed = taps.changes_attention(layer)
+    if is_changed or taps.captures(layer, "scores", "attn_scores", "pattern"):
+        full_mask = default_mask(k.shape[2], mixer, q.device) if mask is None else mask
+        masked = _masked(taps("scores", layer, _scores(q, k, mixer)), full_mask, mixer)
+        pattern = _pattern(taps("attn_scores", layer, masked), full_mask, mixer).to(q.dtype)
+        pattern = taps("pattern", layer, pattern, full_mask)
+        if is_changed or (weigh is None and needs_unfused(q, mixer)):
             z = _weighted_sum(pattern, v)
-            if not changed or not is_beside_others() or needs_unfused(q, mixer):
+            if not is_changed or not is_beside_others() or needs_unfused(q, mixer):
                 return z
             # Queries whose pattern was not changed keep the bits of a run without interventions.
-            original = _unchanged_pattern(q, k, whole, mixer)
+            original = _unchanged_pattern(q, k, full_mask, mixer)
             is_unchanged = (pattern == original).all(-1, keepdim=True)
-            return torch.where(is_unchanged, (weigh or weighted_values)(q, k, v, mask, mixer), z)
-    return (weigh or weighted_values)(q, k, v, mask, mixer)
+            return torch.where(is_unchanged, compute_z(q, k, v, mask, mixer), z)
+    return compute_z(q, k, v, mask, mixer)
 
 
 def weighted_values(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mixer: AttentionMixer) -> Tensor:
-    """z [B, H, query, dh] without hook points, by the fused kernel where possible; mask: as `allowed` in
-    `attend`."""
-    return (
-        unfused_attention(q, k, v, mask, mixer) if needs_unfused(q, mixer) else _fused(q, k, v, mask, mixer)
-    )
+    """Pattern-weighted values z [B, H, query, dh] without hook points, by the fused kernel where possible.
+
+    Arguments:
+        q: queries [B, H, query, dh].
+        k: keys [B, Hk, key, dh].
+        v: values [B, Hk, key, dh].
+        mask: bool, broadcastable to [B, H, query, key], True where attention may look; None for a plain
+            causal mask, or for no mask if the layer is bidirectional.
+        mixer: parameters of the layer's attention.
+    """
+    compute_z = unfused_attention if needs_unfused(q, mixer) else _fused
+    return compute_z(q, k, v, mask, mixer)
 
 
 def unfused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mixer: AttentionMixer) -> Tensor:
-    """`weighted_values` by separate products and softmax, for families that the fused kernel does not
-    support.
+    """Pattern-weighted values by separate matrix products and a softmax, for families that torch's fused
+    kernel does not support (`needs_unfused`).
 
     Arguments:
         q: Queries [B, H, query, dh].
         k: Keys [B, Hk, key, dh].
         v: Values [B, Hk, key, dv]; dv may differ from dh.
-        mask: As `allowed` in `attend`.
+        mask: Bool, broadcastable to [B, H, query, key], True where attention may look; None for a plain
+            causal mask, or for no mask if the layer is bidirectional.
         mixer: Parameters of the layer's attention.
 
     Returns:
         z [B, H, query, dv].
     """
-    whole = default_mask(k.shape[2], mixer, q.device) if mask is None else mask
-    return _weighted_sum(_unchanged_pattern(q, k, whole, mixer), v)
+    full_mask = default_mask(k.shape[2], mixer, q.device) if mask is None else mask
+    return _weighted_sum(_unchanged_pattern(q, k, full_mask, mixer), v)
 
 
-def _unchanged_pattern(q: Tensor, k: Tensor, whole: Tensor, mixer: AttentionMixer) -> Tensor:
-    """Attention pattern [B, H, query, key] without hook points; whole: bool mask, True where attention
-    looks."""
-    return _pattern(_masked(_scores(q, k, mixer), whole, mixer), whole, mixer).to(q.dtype)
+def _unchanged_pattern(q: Tensor, k: Tensor, mask: Tensor, mixer: AttentionMixer) -> Tensor:
+    """Attention pattern [B, H, query, key] without hook points; mask: bool, True where attention may look."""
+    return _pattern(_masked(_scores(q, k, mixer), mask, mixer), mask, mixer).to(q.dtype)
 
 
 def fused_over_padded(keys: Tensor, values: Tensor) -> Weigh:
-    """`weighted_values` by the fused kernel, over buffers that already contain the padding.
+    """Function that computes pattern-weighted values by the fused kernel from buffers of keys and values that
+    already contain the padding, so that each call needs no copy of them.
 
     Arguments:
-        keys: [B, Hk, key, dh], the keys of the call followed by hidden ones, `padded_keys` in all.
-        values: the values, padded likewise.
+        keys: [B, Hk, key, dh], the keys of the call followed by padding that the mask hides, to the length
+            `padded_keys`.
+        values: [B, Hk, key, dh], the values, padded to the same length.
     """
 
     def weigh(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mixer: AttentionMixer) -> Tensor:
@@ -487,8 +518,8 @@ def padded_keys(q: Tensor, keys: int) -> int:
 
 
 def padded_keys_unfused(q: Tensor, keys: int, mixer: AttentionMixer) -> int:
-    """`padded_keys` for `unfused_attention`: a softmax on CPU sums 16 numbers at a time, and then the
-    remainder, so keys are padded to a multiple of 16.
+    """Number of keys after padding for `unfused_attention`: a softmax on CPU sums 16 numbers at a time, and
+    then the remainder, so keys are padded to a multiple of 16.
 
     Arguments:
         q: Queries [B, H, query, dh]; their device and dtype decide whether the order of summation depends on
@@ -505,25 +536,34 @@ def padded_keys_unfused(q: Tensor, keys: int, mixer: AttentionMixer) -> int:
 def _fused(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mixer: AttentionMixer, *, is_filled: bool = False
 ) -> Tensor:
-    """`weighted_values` by torch's fused kernel. is_filled: whether keys are already padded to
-    `padded_keys`."""
-    queries, keys = q.shape[2], k.shape[2]
-    is_causal = mask is None and queries > 1 and not mixer.is_bidirectional
-    padding = 0 if is_filled else padded_keys(q, keys) - keys
-    if padding:
-        k, v = (F.pad(x, (0, 0, 0, padding)) for x in (k, v))
+    """Pattern-weighted values z [B, H, query, dh] by torch's fused kernel, with keys and queries padded so
+    that sums have one order in every batch.
+
+    Arguments:
+        q: queries [B, H, query, dh].
+        k: keys [B, Hk, key, dh].
+        v: values [B, Hk, key, dh].
+        mask: as in `weighted_values`.
+        mixer: parameters of the layer's attention.
+        is_filled: whether keys and values are already padded to the length `padded_keys`.
+    """
+    n_queries, n_keys = q.shape[2], k.shape[2]
+    is_causal = mask is None and n_queries > 1 and not mixer.is_bidirectional
+    more_keys = 0 if is_filled else padded_keys(q, n_keys) - n_keys
+    if more_keys:
+        k, v = (F.pad(x, (0, 0, 0, more_keys)) for x in (k, v))
         if mask is not None:
-            mask = F.pad(mask, (0, padding))
+            mask = F.pad(mask, (0, more_keys))
         elif not is_causal:
-            mask = _first_keys_bias(keys + padding, keys).to(q.dtype)
-    if _depends_on_sizes(q) and (is_causal or queries > _most_unpadded_queries()):
+            mask = _first_keys_bias(n_keys + more_keys, n_keys).to(q.dtype)
+    if _depends_on_sizes(q) and (is_causal or n_queries > _most_unpadded_queries()):
         # Up to one block of queries, an explicit mask needs fewer padded rows than the causal flag.
-        if is_causal and queries <= _BLOCK:
-            mask, is_causal = _causal_bias(queries, k.shape[2]).to(q.dtype), False
-        rows = -queries % (_QUERIES if is_causal else _PADDED_QUERIES)
-        q = F.pad(q, (0, 0, 0, rows)) if rows else q
-        if rows and mask is not None and mask.shape[-2] > 1:
-            mask = F.pad(mask, (0, 0, 0, rows))
+        if is_causal and n_queries <= _BLOCK:
+            mask, is_causal = _causal_bias(n_queries, k.shape[2]).to(q.dtype), False
+        more_queries = -n_queries % (_QUERIES if is_causal else _PADDED_QUERIES)
+        q = F.pad(q, (0, 0, 0, more_queries)) if more_queries else q
+        if more_queries and mask is not None and mask.shape[-2] > 1:
+            mask = F.pad(mask, (0, 0, 0, more_queries))
     z = F.scaled_dot_product_attention(
         q,
         k,
@@ -533,7 +573,7 @@ def _fused(
         scale=mixer.scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
-    return z[:, :, :queries]
+    return z[:, :, :n_queries]
 
 
 @lru_cache(maxsize=64)
@@ -553,20 +593,23 @@ def _first_keys_bias(keys: int, n_visible: int) -> Tensor:
 
 
 def _most_unpadded_queries() -> int:
-    """Up to how many queries are left unpadded; 0 inside `beside_others`, where all are padded alike."""
+    """Largest number of queries that a call of the kernel leaves unpadded: 0 inside `beside_others`, where
+    all calls must be padded alike."""
     return 0 if is_beside_others() else _FEW_QUERIES
 
 
 def _depends_on_sizes(q: Tensor) -> bool:
-    """Whether the fused kernel's order of summation depends on the numbers of queries, keys and threads."""
+    """Whether the fused kernel sums in an order that depends on the numbers of queries, keys and threads,
+    for queries q on this device and in this dtype: float32 on the CPU, and 16-bit dtypes inside
+    `beside_others`."""
     return q.device.type == "cpu" and (
         q.dtype == torch.float32 or (is_beside_others() and q.dtype in _NARROW)
     )
 
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mixer: AttentionMixer) -> Tensor:
-    """`weighted_values` for whole prompts, in tiles of queries, with the same bits for any batch and any
-    later tokens.
+    """Pattern-weighted values of whole prompts, computed in tiles of queries, with the same bits for any
+    batch and any later tokens.
 
     The keys of a tile end where the tile ends; the last tile is padded with hidden keys. A masked key adds
     exactly 0, but the number of keys decides the order of the sum, and here it depends on the position alone.
@@ -582,25 +625,27 @@ def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, mixer:
         z [B, H, token, dv].
     """
     length = q.shape[2]
-    ends = _tiles(length)
+    ends = _tile_ends(length)
     k, v = (F.pad(x, (0, 0, 0, ends[-1] - length)) for x in (k, v))
     outputs, start = [], 0
     for end in ends:
-        rows = min(end, length) - start
-        padding = -rows % _QUERIES
+        n_queries = min(end, length) - start
+        more_queries = -n_queries % _QUERIES
         if mask is None:
-            tile_mask = causal(end, None, q.device, newest=end - start)[: rows + padding]
+            tile_mask = causal(end, None, q.device, newest=end - start)[: n_queries + more_queries]
         else:
-            tile_mask = mask[..., start : start + rows, :end]
-            tile_mask = F.pad(tile_mask, (0, end - tile_mask.shape[-1], 0, padding))
-        tile = F.pad(q[:, :, start : start + rows], (0, 0, 0, padding))
-        outputs.append(weighted_values(tile, k[:, :, :end], v[:, :, :end], tile_mask, mixer)[:, :, :rows])
+            tile_mask = mask[..., start : start + n_queries, :end]
+            tile_mask = F.pad(tile_mask, (0, end - tile_mask.shape[-1], 0, more_queries))
+        queries = F.pad(q[:, :, start : start + n_queries], (0, 0, 0, more_queries))
+        z = weighted_values(queries, k[:, :, :end], v[:, :, :end], tile_mask, mixer)
+        outputs.append(z[:, :, :n_queries])
         start = end
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-def _tiles(length: int) -> list[int]:
-    """End positions of the tiles of a prompt; the last one is at or after its length."""
+def _tile_ends(length: int) -> list[int]:
+    """Positions at which the tiles of a prompt of this length end, exclusive; the last tile may end after the
+    prompt."""
     ends = [0]
     while (start := ends[-1]) < length:
         ends.append(start + next((size for before, size in _TILES if start < before), _LARGEST_TILE))
@@ -632,13 +677,14 @@ def _has_fused_bfloat16() -> bool:
 
 
 def output(z: Tensor, projection: Linear, layer: int, taps: Taps) -> Tensor:
-    """Heads' outputs z [B, H, S, dh] -> [B, S, D]; computed per head only if ``hook_result`` is used.
+    """Output of attention [B, S, D] from the heads' outputs, by the output projection; computed head by head
+    only if the hook point "result" is captured or changed.
 
     Arguments:
-        z: outputs of the heads.
+        z: outputs of the heads, [B, H, S, dh].
         projection: the output projection.
-        layer: the layer.
-        taps: hook point "result", [B, H, S, D].
+        layer: number of the layer.
+        taps: hook points of the pass, of which "result" is [B, H, S, D].
     """
     if taps.touches(layer, "result"):
         heads, width = z.shape[1], z.shape[-1]
@@ -664,25 +710,35 @@ def _per_head_product(x: Tensor, maps: Tensor) -> Tensor:
     return flat.transpose(0, 1)
 
 
-def _without_cut(mask: Tensor, cut: Tensor, layer: int, mixer: AttentionMixer) -> Tensor:
-    """Mask without the cut edges; InterventionError if a query is left with no key."""
-    uncut = mask & ~cut
-    blind = (~uncut.any(-1) & mask.expand_as(uncut).any(-1)).nonzero()
-    if len(blind):
+def _without_cut(mask: Tensor, cut_edges: Tensor, layer: int, mixer: AttentionMixer) -> Tensor:
+    """Attention mask without the edges that a knockout cuts; InterventionError if a query is left with no
+    key.
+
+    Arguments:
+        mask: bool, True where attention may look, broadcastable to the edges.
+        cut_edges: bool [H, query, key], or with a batch axis, True at edges that are cut.
+        layer: number of the layer, for the message.
+        mixer: parameters of the layer's attention.
+    """
+    uncut = mask & ~cut_edges
+    had_keys, has_keys = mask.expand_as(uncut).any(-1), uncut.any(-1)
+    without_keys = (had_keys & ~has_keys).nonzero()
+    if len(without_keys):
         # Row numbers are not positions, as rows may start anywhere in the prompt; but the last key that a
         # causal query sees is its own position.
-        query = int(mask.expand_as(uncut)[tuple(blind[0].tolist())].nonzero()[-1])
-        head, label = int(blind[0][-2]), "a query" if mixer.is_bidirectional else f"query {query}"
+        query = int(mask.expand_as(uncut)[tuple(without_keys[0].tolist())].nonzero()[-1])
+        head, label = int(without_keys[0][-2]), "a query" if mixer.is_bidirectional else f"query {query}"
         raise InterventionError(
-            f"Knockout at 'blocks.{layer}.attn.hook_scores' leaves {label} of head {head} no key to "
-            "attend to; expected at least one uncut key per row, so spare one, or zero the head at "
-            f"'blocks.{layer}.attn.hook_z'"
+            f"Knockout at 'blocks.{layer}.attn.hook_scores' leaves {label} of head {head} no key to attend "
+            "to; expected at least one key per query that is not cut, so cut fewer edges, or zero the head "
+            f"at 'blocks.{layer}.attn.hook_z'"
         )
     return uncut
 
 
 def _scores(q: Tensor, k: Tensor, mixer: AttentionMixer) -> Tensor:
-    """Scaled scores [B, H, query, key], with the relative position bias if the family has one."""
+    """Attention scores [B, H, query, key]: scale q k^T, plus the relative position bias if the family has
+    one, from queries q [B, H, query, dh] and keys k [B, Hk, key, dh]."""
     batch, heads, queries, _ = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     # Queries that share a key head are stacked into one matrix, so that keys are never repeated in memory.
@@ -693,22 +749,25 @@ def _scores(q: Tensor, k: Tensor, mixer: AttentionMixer) -> Tensor:
 
 
 def _masked(scores: Tensor, mask: Tensor, mixer: AttentionMixer) -> Tensor:
-    """Scores, soft-capped if the family does that, and -inf where attention may not look."""
+    """Scores [B, H, query, key] after the family's soft cap, if it has one, and -inf where the mask (bool) is
+    False."""
     if mixer.is_capped:
         scores = evenly(lambda values: mixer.capped(values, torch), scores)
     return scores.masked_fill(~mask, float("-inf"))
 
 
 def _pattern(masked: Tensor, mask: Tensor, mixer: AttentionMixer) -> Tensor:
-    """Softmax of masked scores. In an encoder-decoder, queries of the other side see no key and get 0."""
+    """Attention pattern [B, H, query, key]: softmax of masked scores. In an encoder-decoder, a query for
+    which the mask allows no key gets a row of zeros."""
     if mixer.part is None:
-        return _weights(masked, mixer.sinks)
-    blank = ~mask.any(-1, keepdim=True)
+        return _softmax_with_sinks(masked, mixer.sinks)
+    sees_nothing = ~mask.any(-1, keepdim=True)
     # Also finite before the softmax: a row of -inf would make its gradients NaN.
-    return _weights(masked.masked_fill(blank, 0.0), None).masked_fill(blank, 0.0)
+    pattern = _softmax_with_sinks(masked.masked_fill(sees_nothing, 0.0), None)
+    return pattern.masked_fill(sees_nothing, 0.0)
 
 
-def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
+def _softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Softmax of masked scores [B, H, query, key], in float32. With attention-sink logits [H], rows sum to
     less than 1, by the weight of the sink (Xiao et al., StreamingLLM, 2023; gpt-oss, 2025)."""
     if sinks is None:
@@ -718,9 +777,10 @@ def _weights(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def _weighted_sum(pattern: Tensor, v: Tensor) -> Tensor:
-    """Values averaged by the pattern [B, H, query, key]: z [B, H, query, dh]."""
+    """Values v [B, Hk, key, dh] weighted by the attention pattern [B, H, query, key]: z [B, H, query, dh]."""
     batch, heads, queries, keys = pattern.shape
     kv_heads = v.shape[1]
+    # Query heads that share a value head are stacked into one matrix, so that values are never repeated.
     stacked = pattern.reshape(batch * kv_heads, -1, keys)
     z = batched_product(stacked, v.reshape(batch * kv_heads, keys, -1))
     return z.view(batch, heads, queries, -1)

@@ -93,14 +93,16 @@ MIXERS: dict[str, Callable[[Any, LayerTensors], PositionMixer | TimeMix]] = {
     "short_convolution": ShortConvolution,
     "time_mix": time_mix,
 }
-"""Kind of mixer (`MixerSpec.kind`) -> class that computes it, built from the spec and the layer's tensors."""
+"""Kind of mixer (`MixerSpec.kind`) -> class that computes it, which is constructed from a spec and the
+layer's tensors."""
 CHANNEL_MIXERS: dict[str, Callable[[Any, LayerTensors], ChannelMixer | ChannelMix | MlpAndExperts]] = {
     "channel_mix": ChannelMix,
     "experts": Experts,
     "mlp": Mlp,
     "mlp_and_experts": MlpAndExperts,
 }
-"""Likewise for channel mixers."""
+"""Kind of channel mixer (`ChannelMixerSpec.kind`) -> class that computes it, which is constructed from a spec
+and the layer's tensors."""
 KEPT_IN_TRAINING = 1 - 0.15 * 0.8
 """Share of tokens that were not masked in training of ESM: 15 % were selected, 80 % of these masked."""
 START = "start"
@@ -109,56 +111,58 @@ START = "start"
 
 @dataclass(frozen=True)
 class LayerModules:
-    """Mixers and norms of one layer, with their weights."""
+    """Modules of one layer with their weights: mixers, channel mixer, norms and special parts of some
+    families."""
 
     mixers: tuple[PositionMixer | TimeMix, ...]
     """Mixers that read the same input and whose outputs are added; mostly one."""
     channel_mixer: ChannelMixer | ChannelMix | MlpAndExperts | None
-    """MLP, experts or channel mix of RWKV; None if the layer has none."""
+    """MLP, experts or RWKV's channel mix; None if the layer has only mixers."""
     norms: Mapping[str, NormWeights]
-    """Norms by their names in architectures/layer_tensors.py, such as "ln1" and "ln2_post"."""
+    """Name of a norm, such as "ln1" or "ln2_post" -> its weights."""
     shared: SharedBlock | None = None
-    """Block before the mixer, with weights that several layers share."""
+    """Block of attention and MLP before the mixer, with weights that several layers share (Zamba); None in
+    other layers."""
     gains: Mapping[str, Tensor] = field(default_factory=dict)
-    """Factors of the stream at its two additions, by "1" (mixer) and "2" (channel mixer); {} for none."""
+    """Learned factors [D] of the residual stream before the output of the mixer ("1") and that of the channel
+    mixer ("2") is added (Doge); empty in other families."""
     altup: AltUp | None = None
-    """Update of several streams; None in families with one."""
+    """Update of the parallel residual streams (Gemma 3n); None in families with one stream."""
     laurel: Laurel | None = None
-    """Low-rank residual connection of attention's input."""
+    """Low-rank projection of attention's input, added to the stream (Gemma 3n); None in other families."""
     layer_input: LayerInput | None = None
-    """Per-layer input."""
+    """Per-layer input, added to the stream (Gemma 3n and 4); None in other families."""
     scalar: Tensor | None = None
-    """Factor of the stream that leaves the layer, [1]."""
+    """Learned factor [1] of the stream that leaves the layer (Gemma 4); None in other families."""
     cross: CrossAttention | None = None
     """Cross-attention between mixers and channel mixer; None outside of decoders of encoder-decoders."""
 
 
 def tensors_of(take: Take, config: ComposedArchitecture, layer: int) -> dict[str, Tensor]:
-    """All weights of a layer by their names in architectures/layer_tensors.py.
+    """Name of each weight of a layer, such as "q" or "ln1" (architectures/layer_tensors.py) -> the weight.
 
     Arguments:
         take: reads a tensor by its checkpoint name.
         config: the architecture.
-        layer: the layer.
+        layer: number of the layer.
     """
     tensors = config.tensors
-    lent = {weight: tensors.outside[weight] for weight in LENT if weight in tensors.outside}
-    weights = {weight: take(stored.name) for weight, stored in lent.items()}
+    # Weights that are stored once, outside of the layers, and used by every layer.
+    weights = {name: take(tensors.outside[name].name) for name in LENT if name in tensors.outside}
     # Constants last: they get dtype and device of the weights read before.
-    for weight, stored in sorted(
-        tensors.layers[layer].items(), key=lambda item: item[1].constant is not None
-    ):
-        weights[weight] = read_weight(take, stored, tensors.in_layer(layer, weight), weights)
+    in_order = sorted(tensors.layers[layer].items(), key=lambda item: item[1].constant is not None)
+    for name, stored in in_order:
+        weights[name] = read_weight(take, stored, tensors.in_layer(layer, name), weights)
     return weights
 
 
 def block(take: Take, config: ComposedArchitecture, layer: int) -> LayerModules:
-    """Build one layer.
+    """Build the modules of one layer with their weights.
 
     Arguments:
         take: Reads a tensor by its checkpoint name.
         config: The architecture.
-        layer: The layer.
+        layer: Number of the layer.
     """
     tensors, spec = tensors_of(take, config, layer), config.blocks[layer]
     norms = parts_of(
@@ -199,39 +203,58 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         shares: Shares | None = None,
         starts: Tensor | None = None,
     ) -> Carried:
-        """See `Network`: token embeddings, with scale, position embeddings, norm and projection as the family
-        has them; and rows of the table of per-layer inputs."""
-        if self.config.pair is not None:
-            return embed_sides(self.config, self.weights, ids, positions, starts)
+        """Tensors that enter the first layer: the residual stream [B, S, D] from token embeddings, with
+        scale, position embeddings, norm and projection as the family has them; and rows of the table of
+        per-layer inputs.
+
+        Arguments:
+            ids: token ids, int [B, S].
+            positions: their positions, int [S]; None to leave out learned position embeddings.
+            shares: function that returns which share of its prompt a token makes up (`History.shares`); None
+                if each row is one prompt.
+            starts: position at which the target begins, per token or row (`History.starts`); None unless the
+                model is an encoder-decoder.
+        """
+        config = self.config
+        if config.pair is not None:
+            return embed_sides(config, self.weights, ids, positions, starts)
         x, weights = self.weights.embedded(ids), self.weights
-        if self.config.embedding_scale is not None:
-            scale: float | Tensor = self.config.embedding_scale
-            if self.config.rounds_embedding_scale:
+        if config.embedding_scale is not None:
+            scale: float | Tensor = config.embedding_scale
+            if config.rounds_embedding_scale:
                 # Rounded to float32, then to the model's dtype, as transformers keeps the factor in a buffer.
                 scale = torch.tensor(scale, dtype=torch.float32).to(x.dtype)
             x = x * scale
-        if (dropped := self.config.dropped_token) is not None:
+        if (mask_token := config.dropped_token) is not None:
             # ESM's token dropout: embeddings of mask tokens are zero and the others are rescaled.
-            share = (shares or share_of)(dropped, ids)[..., None]
-            unmasked = x.masked_fill((ids == dropped)[..., None], 0)
-            x = (unmasked * KEPT_IN_TRAINING / (1 - share)).to(x.dtype)
+            masked_share = (shares or share_of)(mask_token, ids)[..., None]
+            unmasked = x.masked_fill((ids == mask_token)[..., None], 0)
+            x = (unmasked * KEPT_IN_TRAINING / (1 - masked_share)).to(x.dtype)
         if weights.token_type is not None:
             x = x + weights.token_type
         if positions is not None and weights.positions is not None:
-            x = x + F.embedding(positions + self.config.first_position, weights.positions)
+            x = x + F.embedding(positions + config.first_position, weights.positions)
         if weights.embed_norm is not None:
-            c = self.config
-            x = apply_norm(x, weights.embed_norm, c.norm_type, c.norm_eps)
+            x = apply_norm(x, weights.embed_norm, config.norm_type, config.norm_eps)
         if weights.embed_in is not None:
             x = product(x, weights.embed_in.weight, weights.embed_in.bias)
-        # The reference keeps the stream in float32 if its config says so, whatever the dtype of the weights.
-        carried = {STREAM: x.to(torch.promote_types(x.dtype, torch.float32)) if self._is_wide else x}
+        # transformers keeps the stream in float32 if its config says so, whatever the dtype of the weights.
+        is_wide = config.has_wide_stream
+        carried = {STREAM: x.to(torch.promote_types(x.dtype, torch.float32)) if is_wide else x}
         if self._layer_input is not None:
             carried[TABLE_INPUTS] = table_inputs(ids, weights.beside["table"], self._layer_input.size)
         return carried
 
     def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
-        """One layer: resid_pre [B, token, D] -> resid_post [B, kept, D], at which the loop calls the taps."""
+        """Tensors that leave a layer, by name, for the tokens whose output is needed later; the stream is
+        resid_post [B, kept, D], at which the caller calls the taps.
+
+        Arguments:
+            layer: number of the layer.
+            carried: tensors that enter the layer, by name, each [B, token, width].
+            history: which tokens the pass computes and how they see each other.
+            taps: captures and interventions of the pass, called at its hook points.
+        """
         modules, block = self.weights.layers[layer], self.config.blocks[layer]
         beside, streams = self._entered(carried), None
         x = taps("resid_pre", layer, beside.pop(STREAM))
@@ -295,15 +318,16 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         return left
 
     def gathered(self, carried: Carried, taps: Taps) -> Tensor:
-        """Input of the final norm: the stream, or the merged AltUp streams."""
+        """Input of the final norm, [B, token, D], from the tensors that leave the last layer: the residual
+        stream, or the mean of all AltUp streams."""
         if self.config.altup is None:
             return carried[STREAM]
         streams = join_streams(carried[STREAM], carried[STREAMS], self._active)
         return taps("altup_merged", None, merged(streams, self.weights.beside))
 
     def fed(self, layer: int, x: Tensor, taps: Taps) -> Tensor:
-        """Output of the channel mixer [B, token, D] for a given stream x, in layers whose norms are applied
-        to the mixers' input; ConfigError for an encoder-decoder, whose layers act on one side only."""
+        """Output of a layer's channel mixer [B, token, D] for a given stream x of the same shape, in layers
+        with pre-norms; ConfigError for an encoder-decoder, whose layers act on one side only."""
         if self.config.pair is not None:
             raise no_pairs()
         name = "ln2" if "ln2" in self.config.blocks[layer].norm_names else "ln1"
@@ -318,18 +342,27 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         acts: Tensor | None = None,
         history: History | None = None,
     ) -> Tensor:
-        """Output of the channel mixer, with its hook points, for its normalised input h of the stream x;
-        acts: see `_added`. Only token-shifted channel mixers need the history."""
+        """Output of the channel mixer that is added to the stream, [B, kept, D], with its hook points.
+
+        Arguments:
+            h: normalised input of the channel mixer, [B, token, D].
+            x: stream before the norm, of the same shape.
+            layer: number of the layer.
+            taps: captures and interventions of the pass, called at its hook points.
+            acts: bool [B, kept, 1], True at positions that the layer acts on; None for all positions.
+            history: finds the previous token; only token-shifted channel mixers need it.
+        """
         channel_mixer, h = self.weights.layers[layer].channel_mixer, taps("mlp_pre", layer, h)
         assert channel_mixer is not None  # callers check
         if isinstance(channel_mixer, MlpAndExperts):
-            h = channel_mixer(h, layer, taps, x)
+            out = channel_mixer(h, layer, taps, x)
         elif isinstance(channel_mixer, ChannelMix):
             assert history is not None  # as `fed` is for attention layers
-            h = channel_mixer(h, layer, history, taps)
+            out = channel_mixer(h, layer, history, taps)
         else:
-            h = channel_mixer(h, layer, taps)
-        return taps("mlp_out", layer, self._added(taps("mlp_post", layer, h), "ln2_post", layer, taps, acts))
+            out = channel_mixer(h, layer, taps)
+        added = self._added(taps("mlp_post", layer, out), "ln2_post", layer, taps, acts)
+        return taps("mlp_out", layer, added)
 
     def _mixed(
         self,
@@ -341,25 +374,36 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         taps: Taps,
         beside: Carried,
     ) -> Tensor:
-        """Output of a mixer for normalised h. Attention with hook points for inputs of single heads also gets
-        the stream before the norm, as interventions may change it per head; layers that share keys and
-        values, and time mixes, get the tensors carried beside the stream, to which they may add."""
+        """Output of one mixer of a layer, [B, kept, D].
+
+        Arguments:
+            mixer: the mixer.
+            h: normalised stream, [B, token, D].
+            stream: stream before the norm, which attention needs if interventions change the inputs of single
+                heads.
+            layer: number of the layer.
+            history: finds the earlier tokens and mixes the positions.
+            taps: captures and interventions of the pass, called at its hook points.
+            beside: tensors that layers pass on besides the stream; time mixes, and attention that shares keys
+                and values, read them and may add to them.
+        """
         if isinstance(mixer, TimeMix):
             return mixer(h, layer, history, taps, beside)
         if not isinstance(mixer, SelfAttention):
             return mixer(h, layer, history, taps)
-        c, source = self.config, None
-        if c.blocks[layer].has_split_inputs:
-            norm = self.norm_of("ln1", layer)
+        config, source = self.config, None
+        if config.blocks[layer].has_split_inputs:
+            ln1 = self.norm_of("ln1", layer)
             source = StreamRead(
-                stream, lambda read: apply_norm(self._narrow(read), norm, c.norm_type, c.norm_eps)
+                stream, lambda x: apply_norm(self._narrow(x), ln1, config.norm_type, config.norm_eps)
             )
-        shares_keys = layer in self._key_sources or mixer.shape.source is not None
+        shares_keys = layer in self._key_sources or mixer.spec.source is not None
         return mixer(h, layer, history, taps, source, beside if shares_keys else None)
 
     def _entered(self, carried: Carried) -> Carried:
-        """Copy of the tensors that enter a layer. Before the first layer, those carried beside the stream are
-        computed from the embedding: the embedding itself (Zamba), per-layer inputs, AltUp streams."""
+        """Copy of the dict of tensors that enter a layer. Before the first layer, the tensors besides the
+        stream are added, computed from the embedding: the embedding itself (Zamba), per-layer inputs, AltUp
+        streams."""
         carried = dict(carried)
         x, weights = carried[STREAM], self.weights.beside
         if self._carries_embedding and START not in carried:
@@ -373,79 +417,103 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
     def _read(
         self, x: Tensor, name: str, layer: int, taps: Taps, block_out: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Normalised input of mixers from the stream x, plus the output of a shared block; and the stream
-        that the mixers' output is added to."""
+        """Input of the mixers or the channel mixer, and the stream that their output is added to, each [B,
+        token, D].
+
+        Arguments:
+            x: residual stream, [B, token, D].
+            name: name of the norm before them, "ln1", "ln2" or "ln_cross"; without such a norm, the input is
+                the stream.
+            layer: number of the layer.
+            taps: captures and interventions of the pass, called at its hook points.
+            block_out: output of a shared block, which is added to the stream before the norm; None without
+                such a block.
+        """
         block = self.config.blocks[layer]
         if block.norms in ("after", "of sums") or name not in block.norm_names:
             # A copy, because an intervention at mlp_pre may write into the input but must not change the
             # stream.
-            return self._narrow(x.clone() if name == "ln2" and taps.changes(layer, "mlp_pre") else x), x
+            is_written = name == "ln2" and taps.changes(layer, "mlp_pre")
+            return self._narrow(x.clone() if is_written else x), x
         normed = self._normed(x if block_out is None else x + block_out, name, layer, taps)
-        return normed, normed * block.carried[name == "ln2"] if block.norms == "of stream" else x
+        if block.norms != "of stream":
+            return normed, x
+        return normed, normed * block.carried[1 if name == "ln2" else 0]
 
     def _summed(self, x: Tensor, name: str, layer: int, taps: Taps, acts: Tensor | None) -> Tensor:
-        """Stream after an addition, normalised in a post-norm layer; acts: see `_added`."""
+        """Stream x [B, kept, D] after an addition in a post-norm layer, normalised by the norm called `name`
+        where the layer acts (acts: bool [B, kept, 1]; None for all positions), unchanged elsewhere."""
         normed = self._normed(x, name, layer, taps)
         return normed if acts is None else torch.where(acts, normed, x)
 
     def _added(self, x: Tensor, name: str, layer: int, taps: Taps, acts: Tensor | None = None) -> Tensor:
-        """Output of mixers, normalised if the layer has a norm for it ("ln1_post", "ln2_post"), and 0 at
-        positions that the layer does not act on. acts: bool [B, kept, 1], True at positions of the layer's
-        side in an encoder-decoder; None where layers act on every position."""
+        """What mixers add to the stream, [B, kept, D].
+
+        Arguments:
+            x: their output, [B, kept, D].
+            name: name of the norm after them, "ln1_post" or "ln2_post", which is applied if the layer has it.
+            layer: number of the layer.
+            taps: captures and interventions of the pass, called at its hook points.
+            acts: bool [B, kept, 1], True at positions of the layer's side in an encoder-decoder; the result
+                is 0 elsewhere. None where layers act on every position.
+        """
         x = self._normed(x, name, layer, taps) if name in self.config.blocks[layer].norm_names else x
         return x if acts is None else torch.where(acts, x, 0)
 
     def _normed(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
-        c, norm = self.config, self.weights.layers[layer].norms[name]
-        return normalise(self._narrow(x), norm, c.norm_type, c.norm_eps, taps, name, layer)
+        """x [B, token, D] after the layer's norm called `name`, with the norm's hook points."""
+        config, norm = self.config, self.weights.layers[layer].norms[name]
+        return normalise(self._narrow(x), norm, config.norm_type, config.norm_eps, taps, name, layer)
 
     def norm_of(self, name: str, layer: int) -> NormWeights:
-        """Weights of a norm of a layer, by name ("ln1"); ConfigError if the layer has no such norm."""
-        norm = self.weights.layers[layer].norms.get(name)
-        if norm is None:
+        """Weights of a layer's norm; name: of its hook points, such as "ln1". ConfigError if the layer has no
+        such norm."""
+        norms = self.weights.layers[layer].norms
+        if name not in norms:
             raise ConfigError(
-                f"expected {name} in layer {layer} of {self.config.model_type}, found no such norm"
+                f"expected layer {layer} of {self.config.model_type} to have a norm {name!r}, found the "
+                f"norms {', '.join(norms) or 'none'}; `model.hook_points` lists the hook points of the norms"
             )
-        return norm
-
-    @property
-    def _is_wide(self) -> bool:
-        return self.config.has_wide_stream
+        return norms[name]
 
     # -- weights as matrices
 
     def value_matrix(self, layer: int) -> Tensor:
-        """Value projection [kv_head * d_head, hidden].
+        """Value projection of a layer's attention, [kv_head * d_head, hidden].
 
         Raises:
             ConfigError: the layer has no attention, or heads' outputs are not linear in the stream.
         """
         attention = self._attention(layer)
-        clip = attention.shape.clip_qkv
-        if clip is not None or attention.shape.has_v_norm:
+        clip = attention.spec.clip_qkv
+        if clip is not None or attention.spec.has_v_norm:
+            change = "normalises them" if clip is None else f"clips them to {clip:g}"
             raise ConfigError(
-                f"expected values that are a linear map of the stream in {self.config.model_type}, found "
-                f"them {'normed' if clip is None else f'clipped to {clip:g}'} in layer {layer}; attribution "
-                "does not support such a model"
+                "expected a model whose attention values are a linear map of the normalised stream, found "
+                f"{self.config.model_type}, which {change} in layer {layer}; attribution does not support "
+                "this model, so use activation patching"
             )
-        if attention.shape.inner_norm_eps is not None:
+        if attention.spec.inner_norm_eps is not None:
             raise ConfigError(
-                f"expected head outputs without a norm in {self.config.model_type}, found a norm over all "
-                f"heads in layer {layer}; attribution does not support such a model"
+                "expected a model whose head outputs are not normalised before the output projection, found "
+                f"{self.config.model_type}, which normalises them in layer {layer}; attribution does not "
+                "support this model, so use activation patching"
             )
-        part = attention.weights.v
-        assert part is not None  # SelfAttention separates q, k and v
-        return part.weight
+        projection = attention.weights.v
+        assert projection is not None  # SelfAttention separates q, k and v
+        return projection.weight
 
     def output_matrix(self, layer: int) -> Tensor:
-        """Output projection [hidden, head * d_head]; ConfigError in a layer without attention."""
+        """Output projection of a layer's attention, [hidden, head * d_head]; ConfigError in a layer without
+        attention."""
         return self._attention(layer).weights.o.weight
 
     def _attention(self, layer: int) -> SelfAttention:
-        attention = next((m for m in self.weights.layers[layer].mixers if isinstance(m, SelfAttention)), None)
-        if attention is None:
-            raise ConfigError(
-                f"expected attention in layer {layer} of {self.config.model_type}, found none that adds to "
-                "the stream; `model.config.layers` lists the mixer of each layer"
-            )
-        return attention
+        """The self-attention of a layer; ConfigError if the layer has another kind of mixer."""
+        for mixer in self.weights.layers[layer].mixers:
+            if isinstance(mixer, SelfAttention):
+                return mixer
+        raise ConfigError(
+            f"expected layer {layer} of {self.config.model_type} to have self-attention, found none that "
+            "adds to the residual stream; `model.config.layers` lists the mixer of each layer"
+        )

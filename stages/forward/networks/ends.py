@@ -35,7 +35,7 @@ Layer = TypeVar("Layer")
 
 
 class Ends(Generic[Config, Layer]):
-    """Base class of networks, independent of the kind of their layers."""
+    """Base class of networks: the parts outside of the layers, which do not depend on the kind of layers."""
 
     def __init__(self, config: Config, weights: Weights[Layer]) -> None:
         self.config = config
@@ -43,12 +43,12 @@ class Ends(Generic[Config, Layer]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `Network`."""
+        """Dtype of the computation, which may differ from that of the checkpoint."""
         return self.weights.dtype
 
     @property
     def device(self) -> torch.device:
-        """See `Network`."""
+        """Device of the weights and of the computation."""
         return self.weights.device
 
     @property
@@ -63,20 +63,27 @@ class Ends(Generic[Config, Layer]):
         return self.weights.embed if head is None else head
 
     def gathered(self, carried: Carried, taps: Taps) -> Tensor:
-        """Input of the final norm from the output of the last layer: the stream."""
+        """Input of the final norm, [B, token, D], from the tensors that leave the last layer: the residual
+        stream."""
         return carried[STREAM]
 
     def finish(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
-        """Final residual stream [B, S, D] -> input of the LM head [B, wanted positions, D], with hook
-        points."""
-        c, final, x = self.config, self.weights.final_norm, self._narrow(x)
+        """Input of the LM head at the wanted positions, [B, position, D], with the hook points before it.
+
+        Arguments:
+            x: Final residual stream [B, S, D].
+            taps: Captures and interventions of the pass, called at its hook points.
+            want: Which positions' logits are wanted; None for all positions.
+        """
+        config, norm, x = self.config, self.weights.final_norm, self._narrow(x)
         if want is not None and not taps.touches(None, *BEFORE_HEAD):
+            # Without hook points, only the wanted positions are computed.
             return self.final_norm(want.at_positions(x))
-        if final is not None:
-            normed = normalise(x, final, c.norm_type, c.final_norm_eps, taps, "ln_final", None)
+        if norm is not None:
+            normed = normalise(x, norm, config.norm_type, config.final_norm_eps, taps, "ln_final", None)
             x = taps("final_norm", None, normed)
-        if c.transform is not None:
-            x = transformed(x, self.weights, c.transform, c.norm_type, taps)
+        if config.transform is not None:
+            x = transformed(x, self.weights, config.transform, config.norm_type, taps)
         if taps.captures(None, LOGITS):
             # The tap gets the head's input and computes logits in parts (capture/vocabulary.py): whole, they
             # would be the largest tensor of the pass.
@@ -84,18 +91,21 @@ class Ends(Generic[Config, Layer]):
         return x if want is None else want.at_positions(x)
 
     def final_norm(self, x: Tensor) -> Tensor:
-        """Residual states [..., D] -> input of the LM head: final norm and, in encoders, the transform."""
-        c, final, x = self.config, self.weights.final_norm, self._narrow(x)
-        if final is not None:
-            x = apply_norm(x, final, c.norm_type, c.final_norm_eps)
-        return x if c.transform is None else transformed(x, self.weights, c.transform, c.norm_type)
+        """Residual states [..., D] -> input of the LM head, without hook points: final norm and, in encoders,
+        the dense transform."""
+        config, norm, x = self.config, self.weights.final_norm, self._narrow(x)
+        if norm is not None:
+            x = apply_norm(x, norm, config.norm_type, config.final_norm_eps)
+        if config.transform is None:
+            return x
+        return transformed(x, self.weights, config.transform, config.norm_type)
 
     def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:
         """Inputs of the LM head [..., D] -> logits [..., tokens].
 
         Arguments:
             x: states after `final_norm`.
-            want: which tokens.
+            want: tokens of the vocabulary whose logits are computed.
             softcap: whether to apply the model's soft cap of logits.
         """
         bias = self.weights.head_bias
@@ -109,7 +119,7 @@ class Ends(Generic[Config, Layer]):
 
         Arguments:
             name: name of the norm, such as "ln1"; ignored for the final norm.
-            layer: the layer; None for the final norm.
+            layer: number of the layer; None for the final norm.
             dtype: dtype of the result.
 
         Raises:
@@ -117,14 +127,18 @@ class Ends(Generic[Config, Layer]):
         """
         norm = self.weights.final_norm if layer is None else self.norm_of(name, layer)
         if norm is None:
-            raise ConfigError(f"expected a final norm in {self.config.model_type}, found none")
+            raise ConfigError(
+                f"expected a model with a norm before its language head, found {self.config.model_type}, "
+                "which has none; choose another model"
+            )
         weight = norm.weight.to(dtype)
         return 1 + weight if self.config.norm_type == "gemma_rms" else weight
 
     def norm_of(self, name: str, layer: int) -> NormWeights:
-        """Weights of a norm of a layer, by name ("ln1")."""
+        """Weights of a layer's norm; name: of its hook points, such as "ln1". ConfigError if the layer has no
+        such norm."""
         raise NotImplementedError
 
     def _narrow(self, x: Tensor) -> Tensor:
-        """The stream in the dtype of the weights, from float32 in models that keep it so."""
+        """The residual stream in the dtype of the weights; some models keep it in float32."""
         return x.to(self.weights.dtype)

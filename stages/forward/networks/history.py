@@ -32,11 +32,13 @@ families, further tensors."""
 STREAM = "stream"
 """Name of the residual stream in `Carried`."""
 Shares = Callable[[int, Tensor], Tensor]
-"""Signature of `History.shares`."""
+"""Signature of `History.shares`: (token id, ids [B, token]) -> share of each prompt's positions that hold the
+token."""
 
 
 def share_of(token: int, ids: Tensor) -> Tensor:
-    """Share of positions of each prompt [B, position] that hold one token id, float32 [B, 1] in 0 to 1."""
+    """Share of positions that hold one token id in each prompt of ids [B, position]: float32 [B, 1], 0 to
+    1."""
     return (ids == token).float().mean(1, keepdim=True)
 
 
@@ -50,23 +52,32 @@ class History(Protocol):
 
     @property
     def starts(self) -> Tensor | None:
-        """Position at which the decoder's target begins in the sequence of each token, int [B, token], or [B,
-        1] if each row is one prompt; None unless the model is an encoder-decoder."""
+        """For each token, the position at which the target begins in its sequence: int [B, token], or [B, 1]
+        if each row is one prompt; None unless the model is an encoder-decoder."""
         ...
 
     def shares(self, token: int, ids: Tensor) -> Tensor:
-        """Share of positions of its prompt that hold a token id, for each of the ids [B, token] being
-        embedded: float32 in 0 to 1, [B, token], or [B, 1] if each row is one prompt."""
+        """For each token that is embedded, the share of its prompt's positions that hold one token id:
+        float32, 0 to 1, [B, token], or [B, 1] if each row is one prompt.
+
+        Arguments:
+            token: The token id, such as that of the mask token.
+            ids: Ids of the tokens that are embedded, [B, token].
+        """
         ...
 
     def enter(self, layer: int, carried: Carried) -> Carried:
-        """Select the tokens that a layer computes from the output of the previous one. `layer` is the number
-        of layers for the output of the last layer."""
+        """Tensors of the tokens that a layer computes, selected from the output of the previous layer.
+
+        Arguments:
+            layer: Number of the layer; the number of all layers for the output of the last one.
+            carried: Tensors that left the previous layer, by name, each [B, token, width].
+        """
         ...
 
     def needed(self, x: Tensor) -> Tensor:
-        """x [..., token, width] -> [..., kept, width]: the tokens whose output of this layer is needed
-        later."""
+        """Rows of x for the tokens whose output of this layer is needed later: [..., token, width] -> [...,
+        kept, width]."""
         ...
 
     def rotation(self, rope: RopeConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -74,7 +85,7 @@ class History(Protocol):
 
         Arguments:
             rope: rotary embedding of the layer.
-            dtype: dtype of queries and keys; for float64, angles are rounded as in the reference (rope.py).
+            dtype: dtype of queries and keys; for float64, angles are rounded as in transformers (rope.py).
         """
         ...
 
@@ -82,10 +93,10 @@ class History(Protocol):
         """Attention of one layer: weighted values z [B, H, kept, dh].
 
         Arguments:
-            layer: the layer.
-            q: queries after RoPE, [B, H, kept, dh].
+            layer: number of the layer.
+            q: queries after RoPE of the tokens whose output is needed, [B, H, kept, dh].
             k: keys after RoPE of the tokens that enter the layer, [B, Hk, token, dh].
-            v: their values, [B, Hk, token, dh].
+            v: values of the tokens that enter the layer, [B, Hk, token, dh].
             mixer: parameters of the layer's attention, such as window, scale and soft cap.
         """
         ...
@@ -94,10 +105,10 @@ class History(Protocol):
         """Rows of x at the positions just before each token in its sequence (token shift, convolutions).
 
         Arguments:
-            layer: the layer.
-            name: which of the layer's shifts this is; caches keep each separately.
+            layer: number of the layer.
+            name: name of the shift or convolution, as a layer may have several, which caches keep apart.
             x: rows of the tokens that enter the layer, [B, token, width].
-            count: how many previous positions.
+            count: number of previous positions.
 
         Returns:
             [B, token, count, width], the most distant position first; zeros before the start.
@@ -108,10 +119,10 @@ class History(Protocol):
         """Run a recurrence over the tokens of each sequence.
 
         Arguments:
-            layer: the layer.
+            layer: number of the layer.
             recurrence: how the state is decayed, written and read.
             tokens: inputs of the recurrence by name, such as "q", "k", "v", each [B, H, token, width].
-            room: prefix of the hook points of states and effective attention, such as "rwkv".
+            room: prefix of the names of the hook points for states and effective attention, such as "rwkv".
 
         Returns:
             What each token reads from the state, [B, H, token, V], float32.

@@ -5,7 +5,7 @@ AltUp: several residual streams; a layer computes one of them, and small matrice
     predicted_j = x_j + sum_i P_ji x_i          P = W_p tanh(W_r norm(x_a) / D)
     corrected_j = predicted_j + (1 + c_j) (y - predicted_a)          c = W_c tanh(W_r norm(y) / D)
 
-(Baykal et al., Alternating Updates, 2023, algorithm 1, with token-dependent coefficients as in the reference
+(Baykal et al., Alternating Updates, 2023, algorithm 1, with token-dependent coefficients as in transformers
 code.) x are the streams that enter the layer, a is the index of the active one, y the layer's output for
 predicted_a. The initial streams are linear maps of the embedding; the final stream is the mean of linear maps
 of all streams. Each mapped stream is rescaled to the root mean square of the first.
@@ -48,33 +48,43 @@ __all__ = [
 ]
 
 TABLE_INPUTS = "table_inputs"
-"""Name in `Carried` of per-layer token embeddings [B, token, layer * input], before the first layer only."""
+"""Name among the tensors that layers pass on (`Carried`), before the first layer only: per-layer token
+embeddings [B, token, layer * input]."""
 INPUTS = "inputs"
-"""Name in `Carried` of per-layer inputs [B, token, layer * input]: token embeddings plus a map of the
-embedding."""
+"""Name among the tensors that layers pass on (`Carried`): per-layer inputs of all layers [B, token, layer *
+input], which are per-layer token embeddings plus a map of the embedding."""
 STREAMS = "streams"
-"""Name in `Carried` of all AltUp streams but the active one, concatenated along channels."""
+"""Name among the tensors that layers pass on (`Carried`): all AltUp streams but the active one, concatenated
+along channels, [B, token, (stream - 1) * D]."""
 LEAST = 1e-5
 """Lower bound of the mean square of a stream that is rescaled."""
 
 
 class Laurel:
-    """The low-rank residual connection of one layer."""
+    """LAuReL of one layer: a low-rank residual connection, added to the stream together with attention."""
 
     def __init__(self, tensors: Mapping[str, Tensor], eps: float) -> None:
-        """tensors: "left", "right" and "norm"; eps: epsilon of its norm."""
+        """tensors: weights by name, "left" [rank, D], "right" [D, rank] and "norm" [D]; eps: epsilon of the
+        norm."""
         self._left, self._right, self._norm = tensors["left"], tensors["right"], NormWeights(tensors["norm"])
         self._eps = eps
 
     def __call__(self, x: Tensor, h: Tensor, layer: int, taps: Taps) -> Tensor:
-        """Stream x with the connection from attention's input h, each [B, kept, D]."""
+        """Stream after attention and LAuReL, [B, kept, D]: (x + h + norm(low-rank map of h)) / sqrt(2).
+
+        Arguments:
+            x: stream after attention's output has been added, [B, kept, D].
+            h: normalised input of attention, [B, kept, D].
+            layer: number of the layer.
+            taps: captures and interventions of the pass, called at its hook points.
+        """
         low = product(product(h, self._left), self._right)
         normed = normalise(low, self._norm, "rms", self._eps, taps, "laurel", layer)
         return (x + taps("laurel_out", layer, h + normed)) / math.sqrt(2)
 
 
 class LayerInput:
-    """The per-layer input of one layer."""
+    """The per-layer input of one layer: a vector per token, which is gated by the stream and added to it."""
 
     def __init__(self, spec: LayerInputSpec, tensors: Mapping[str, Tensor], layer: int, eps: float) -> None:
         """Prepare a layer.
@@ -82,7 +92,7 @@ class LayerInput:
         Arguments:
             spec: size and activation.
             tensors: all weights of the layer, by their names in architectures/layer_parts.py.
-            layer: the layer.
+            layer: number of the layer.
             eps: epsilon of the norm.
         """
         self._columns = slice(layer * spec.size, (layer + 1) * spec.size)
@@ -91,21 +101,28 @@ class LayerInput:
         self._norm, self._scale = NormWeights(tensors["input.norm"]), tensors.get("altup.scale")
 
     def __call__(self, x: Tensor, inputs: Tensor, layer: int, taps: Taps) -> Tensor:
-        """Output [B, kept, D], from the stream x and the inputs of all layers [B, kept, layer * input]."""
-        # A view of the inputs of all layers: cloned where a change might write into it.
-        part = inputs[..., self._columns]
-        part = taps(
-            "layer_input_embed", layer, part.clone() if taps.changes(layer, "layer_input_embed") else part
-        )
-        read = x if self._scale is None else x * self._scale
-        gate = taps("layer_input_gate", layer, evenly(self._activation, product(read, self._gate)))
-        out = product(gate * part, self._out)
+        """Output that is added to the stream, [B, kept, D].
+
+        Arguments:
+            x: residual stream [B, kept, D].
+            inputs: per-layer inputs of all layers, [B, kept, layer * input].
+            layer: number of the layer.
+            taps: captures and interventions of the pass, called at its hook points.
+        """
+        layer_input = inputs[..., self._columns]
+        if taps.changes(layer, "layer_input_embed"):
+            # A copy, because an intervention may write into this view of the inputs of all layers.
+            layer_input = layer_input.clone()
+        layer_input = taps("layer_input_embed", layer, layer_input)
+        scaled = x if self._scale is None else x * self._scale
+        gate = taps("layer_input_gate", layer, evenly(self._activation, product(scaled, self._gate)))
+        out = product(gate * layer_input, self._out)
         out = normalise(out, self._norm, "rms", self._eps, taps, "layer_input", layer)
         return taps("layer_input_out", layer, out)
 
 
 def table_inputs(ids: Tensor, table: Tensor, size: int) -> Tensor:
-    """Scaled rows of the table of per-layer inputs.
+    """Per-layer token embeddings: rows of the table of per-layer inputs, scaled.
 
     Arguments:
         ids: Token ids, int [B, token]; ids beyond the table use its first row.
@@ -121,13 +138,14 @@ def table_inputs(ids: Tensor, table: Tensor, size: int) -> Tensor:
 
 
 def layer_inputs(x: Tensor, rows: Tensor, weights: Mapping[str, Tensor], eps: float) -> Tensor:
-    """Inputs of all layers [B, token, layer * input].
+    """Per-layer inputs of all layers, [B, token, layer * input]: mean of scaled table rows and a normalised
+    projection of the embedding.
 
     Arguments:
         x: embeddings that enter the first layer, [B, token, D].
-        rows: output of `table_inputs`.
-        weights: "projection" and "norm", outside of layers.
-        eps: epsilon of the norm, over one layer's input.
+        rows: per-layer token embeddings (`table_inputs`), [B, token, layer * input].
+        weights: weights outside of layers, of which "projection" and "norm" are used.
+        eps: epsilon of the norm over the input of one layer.
     """
     projected = product(x, weights["projection"]) * x.shape[-1] ** -0.5
     by_layer = projected.unflatten(-1, (-1, len(weights["norm"])))
@@ -136,7 +154,7 @@ def layer_inputs(x: Tensor, rows: Tensor, weights: Mapping[str, Tensor], eps: fl
 
 
 class AltUp:
-    """Prediction and correction of streams in one layer."""
+    """AltUp in one layer: predicts all parallel streams before the layer, and corrects them after it."""
 
     def __init__(self, spec: AltUpSpec, tensors: Mapping[str, Tensor], eps: float) -> None:
         """Prepare a layer.
@@ -149,44 +167,48 @@ class AltUp:
         self._weights, self._active, self._eps = tensors, spec.active, eps
 
     def predicted(self, stream: Tensor, inactive: Tensor, layer: int, taps: Taps) -> Tensor:
-        """Predicted streams before the layer.
+        """All streams as AltUp predicts them before the layer, which computes the active one.
 
         Arguments:
             stream: The active stream, [B, token, D].
             inactive: The other streams as they are carried, [B, token, (stream - 1) * D].
-            layer: The layer.
-            taps: Hook points of the pass.
+            layer: Number of the layer.
+            taps: Captures and interventions of the pass, called at its hook points.
 
         Returns:
             Streams [B, stream, token, D].
         """
         streams = taps("altup_streams", layer, join_streams(stream, inactive, self._active))
         count = streams.shape[1]
-        coefficients = product(self._routed(streams[:, self._active]), self._weights["predicts"])
-        shares = coefficients.unflatten(-1, (count, count)).unsqueeze(-1)
+        flat = product(self._router_output(streams[:, self._active]), self._weights["predicts"])
+        coefficients = flat.unflatten(-1, (count, count)).unsqueeze(-1)
         # Summed entry by entry: a matrix product of so few rows sums in an order that depends on the batch.
-        rows = (sum(shares[:, :, j, i] * streams[:, i] for i in range(count)) for j in range(count))
-        return taps("altup_predicted", layer, streams + torch.stack(list(rows), dim=1))
+        changes = [
+            sum(coefficients[:, :, target, source] * streams[:, source] for source in range(count))
+            for target in range(count)
+        ]
+        return taps("altup_predicted", layer, streams + torch.stack(changes, dim=1))
 
     def corrected(self, predicted: Tensor, output: Tensor, layer: int, taps: Taps) -> Tensor:
-        """Streams after the layer.
+        """All streams after the layer: predictions, corrected by the difference that the layer makes.
 
         Arguments:
             predicted: Output of `predicted`, [B, stream, token, D].
             output: The layer's output for the predicted active stream, [B, token, D].
-            layer: The layer.
-            taps: Hook points of the pass.
+            layer: Number of the layer.
+            taps: Captures and interventions of the pass, called at its hook points.
 
         Returns:
             Streams [B, stream, token, D].
         """
-        shares = product(self._routed(output), self._weights["corrects"]) + 1
-        innovation = output - predicted[:, self._active]
-        streams = predicted + shares.transpose(1, 2).unsqueeze(-1) * innovation.unsqueeze(1)
+        coefficients = product(self._router_output(output), self._weights["corrects"]) + 1
+        difference = output - predicted[:, self._active]
+        streams = predicted + coefficients.transpose(1, 2).unsqueeze(-1) * difference.unsqueeze(1)
         return taps("altup_corrected", layer, streams)
 
-    def _routed(self, stream: Tensor) -> Tensor:
-        """Output of the router, from which coefficients are computed, [B, token, stream]."""
+    def _router_output(self, stream: Tensor) -> Tensor:
+        """Output of AltUp's router, [B, token, stream], from which coefficients are computed; stream: the
+        active one, [B, token, D]."""
         w = self._weights
         # 1 / D and not 1 / sqrt(D): `router_input_scale` of Gemma 3n.
         normed = apply_norm(stream, NormWeights(w["norm"]), "rms", self._eps) * stream.shape[-1] ** -1.0
@@ -194,7 +216,7 @@ class AltUp:
 
 
 def join_streams(stream: Tensor, inactive: Tensor, active: int) -> Tensor:
-    """All streams from the tensors carried between layers.
+    """All AltUp streams in one tensor, from the two tensors in which layers pass them on.
 
     Arguments:
         stream: The active stream, [B, token, D].
@@ -209,7 +231,8 @@ def join_streams(stream: Tensor, inactive: Tensor, active: int) -> Tensor:
 
 
 def split_streams(streams: Tensor, active: int) -> Carried:
-    """The active stream as the residual stream, and the other streams, as they are carried between layers."""
+    """AltUp streams [B, stream, token, D] as layers pass them on, by name: the active one as residual stream,
+    and the others side by side, [B, token, (stream - 1) * D]. active: index of the active stream."""
     inactive = torch.cat([streams[:, :active], streams[:, active + 1 :]], dim=1)
     # A copy, because interventions may write into the stream.
     return {STREAM: streams[:, active].clone(), STREAMS: merge_heads(inactive)}
@@ -223,24 +246,29 @@ def spread(embedded: Tensor, maps: Mapping[str, Tensor], count: int) -> Tensor:
         maps: matrices of the other streams by name, "in.{i}".
         count: number of streams.
     """
-    size = _size(embedded)
-    mapped = (_rescaled(product(embedded, maps[f"in.{stream}"]), size) for stream in range(1, count))
+    rms = _root_mean_square(embedded)
+    mapped = (_rescaled(product(embedded, maps[f"in.{stream}"]), rms) for stream in range(1, count))
     return torch.stack([embedded, *mapped], dim=1)
 
 
 def merged(streams: Tensor, maps: Mapping[str, Tensor]) -> Tensor:
-    """Input of the final norm [B, token, D] from the streams after the last layer; maps: matrices of all
-    streams but the first by name, "out.{i}"."""
-    size, count = _size(streams[:, 0]), streams.shape[1]
-    mapped = (_rescaled(product(streams[:, i], maps[f"out.{i}"]), size) for i in range(1, count))
+    """Input of the final norm [B, token, D]: mean of the AltUp streams after the last layer, all but the
+    first mapped and rescaled.
+
+    Arguments:
+        streams: Streams after the last layer, [B, stream, token, D].
+        maps: Matrices [D, D] of all streams but the first by name, "out.{i}".
+    """
+    rms, count = _root_mean_square(streams[:, 0]), streams.shape[1]
+    mapped = (_rescaled(product(streams[:, i], maps[f"out.{i}"]), rms) for i in range(1, count))
     return torch.stack([streams[:, 0], *mapped]).mean(0)
 
 
-def _size(x: Tensor) -> Tensor:
-    """Root mean square over channels, [B, token, 1]."""
+def _root_mean_square(x: Tensor) -> Tensor:
+    """Root mean square of x [B, token, D] over channels, [B, token, 1]."""
     return x.square().mean(-1, keepdim=True) ** 0.5
 
 
-def _rescaled(x: Tensor, size: Tensor) -> Tensor:
-    """x [B, token, D] scaled to a root mean square of `size`."""
-    return x * size / x.square().mean(-1, keepdim=True).clamp(min=LEAST).sqrt()
+def _rescaled(x: Tensor, rms: Tensor) -> Tensor:
+    """x [B, token, D] scaled to the root mean square `rms` [B, token, 1] over channels."""
+    return x * rms / x.square().mean(-1, keepdim=True).clamp(min=LEAST).sqrt()

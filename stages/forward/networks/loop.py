@@ -72,7 +72,8 @@ class Network(Protocol):
             positions: their positions, int [S]; None to leave out learned position embeddings.
             shares: function that returns which share of its prompt a token makes up (`History.shares`); None
                 if each row is one prompt.
-            starts: position at which the target begins, per token or row (`History.starts`).
+            starts: position at which the target begins, per token or row (`History.starts`); None unless the
+                model is an encoder-decoder.
         """
         ...
 
@@ -80,10 +81,10 @@ class Network(Protocol):
         """Compute one layer.
 
         Arguments:
-            layer: The layer.
+            layer: Number of the layer.
             carried: Tensors that enter the layer, by name, each [B, token, width].
             history: Which tokens the pass computes and how they see each other.
-            taps: Hook points of the pass.
+            taps: Captures and interventions of the pass, called at its hook points.
 
         Returns:
             Tensors that leave the layer, under the same names, for the needed tokens.
@@ -91,12 +92,17 @@ class Network(Protocol):
         ...
 
     def gathered(self, carried: Carried, taps: Taps) -> Tensor:
-        """Output of the last layer -> input of the final norm, [B, token, D]."""
+        """Input of the final norm, [B, token, D], from the tensors that leave the last layer."""
         ...
 
     def finish(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
-        """Final residual stream [B, S, D] -> normalised input of the LM head [B, wanted positions, D], with
-        the hook points between them."""
+        """Input of the LM head at the wanted positions, [B, position, D], with the hook points before it.
+
+        Arguments:
+            x: Final residual stream [B, S, D].
+            taps: Captures and interventions of the pass, called at its hook points.
+            want: Which positions' logits are wanted; None for all positions.
+        """
         ...
 
     def final_norm(self, x: Tensor) -> Tensor:
@@ -108,7 +114,7 @@ class Network(Protocol):
 
         Arguments:
             x: States after `final_norm`.
-            want: Which tokens.
+            want: Tokens of the vocabulary whose logits are computed.
             softcap: Whether to apply the model's soft cap of logits.
         """
         ...
@@ -123,7 +129,7 @@ class Network(Protocol):
 
         Arguments:
             name: Name of the norm in its hook points: "ln1" of a layer, or "ln_final".
-            layer: The layer; None for the final norm.
+            layer: Number of the layer; None for the final norm.
             dtype: Dtype of the result.
 
         Raises:
@@ -149,7 +155,7 @@ def through_layers(
         network: the network.
         ids: token ids, int [B, S].
         history: which tokens the pass computes and how they see each other.
-        taps: hook points of the pass.
+        taps: captures and interventions of the pass, called at its hook points.
         order: layers in execution order, which may repeat (hooks/recurrent.py); None for each layer once. A
             history that caches tensors per layer supports no repeated layers.
 
@@ -172,14 +178,14 @@ def run_to_end(
     taps: Taps,
     previous: int | None = None,
 ) -> Tensor:
-    """Run the last layers and return the input of the final norm.
+    """Run some layers, up to the last one, and return the input of the final norm.
 
     Arguments:
         network: the network.
-        carried: output of the embedding or of a layer.
-        layers: layers to run, in order; may be empty.
+        carried: tensors that leave the embedding or a layer, by name.
+        layers: numbers of the layers to run, in order; may be empty.
         history: which tokens the pass computes and how they see each other.
-        taps: hook points of the pass.
+        taps: captures and interventions of the pass, called at its hook points.
         previous: layer that `carried` comes from; None for the embedding.
 
     Returns:
@@ -192,14 +198,14 @@ def run_to_end(
 def final_state(
     network: Network, carried: Carried, previous: int | None, history: History, taps: Taps
 ) -> Tensor:
-    """Input of the final norm after the last layer of a pass.
+    """Input of the final norm, after the taps on the last layer's output.
 
     Arguments:
         network: The network.
         carried: Tensors that left layer `previous`, before the taps of its resid_post.
         previous: Last layer that ran; None if `carried` is the output of the embedding.
         history: Which tokens the pass computes and how they see each other.
-        taps: Hook points of the pass.
+        taps: Captures and interventions of the pass, called at its hook points.
 
     Returns:
         Input of the final norm, [B, token, D].
@@ -224,14 +230,14 @@ def run_layers(
 
     Arguments:
         network: The network.
-        carried: Output of the embedding or of a layer.
-        layers: Layers to run, in order; may be empty.
+        carried: Tensors that leave the embedding or a layer, by name.
+        layers: Numbers of the layers to run, in order; may be empty.
         history: Which tokens the pass computes and how they see each other.
-        taps: Hook points of the pass.
+        taps: Captures and interventions of the pass, called at its hook points.
         previous: Layer that `carried` comes from; None for the embedding.
 
     Returns:
-        All tensors that leave the last layer; `carried` itself without layers.
+        All tensors that leave the last layer, by name; `carried` itself if there are no layers to run.
 
     Raises:
         EarlyStop: From the taps, once the last wanted hook point is reached.
@@ -243,7 +249,8 @@ def run_layers(
 
 
 def _entering(layer: int, previous: int | None, carried: Carried, history: History, taps: Taps) -> Carried:
-    """Input of a layer, after the taps on the stream: resid_post of the previous layer, or embed if None."""
+    """Tensors that enter a layer, by name, for the tokens that the history selects, after the taps on the
+    stream: at resid_post of the previous layer, or at the embedding if `previous` is None."""
     carried = history.enter(layer, carried)
     kind = "embed" if previous is None else "resid_post"
     return {**carried, STREAM: taps(kind, previous, carried[STREAM])}

@@ -23,14 +23,16 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu2": lambda x: torch.relu(x).square(),
 }
+"""Name of an activation function (`MlpSpec.activation`) -> the function."""
 IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: F.silu(x, inplace=True),
     "relu": lambda x: F.relu(x, inplace=True),
 }
-"""The same functions in place, with the same bits: allocating the inner activations, the widest tensor of a
-layer, costs more than the function."""
+"""Name of an activation function -> the function in place, with the same bits: allocating the hidden
+activations, the widest tensor of a layer, costs more time than the function."""
 EXACT = ("relu", "relu2")
-"""Activation functions without rounding in between, whose bits are the same at any place of a tensor."""
+"""Names of activation functions without intermediate rounding: an element's result has the same bits wherever
+it is in a tensor, so `evenly` is not needed."""
 
 
 def mlp(
@@ -42,16 +44,16 @@ def mlp(
     inner_eps: float | None = None,
     sparsity: float = 0.0,
 ) -> Tensor:
-    """MLP of one layer.
+    """Output of one layer's MLP, gated or plain.
 
     Arguments:
         x: normalised stream [B, token, D].
         weights: weights of the MLP.
-        activation: name in `ACTIVATIONS` or `LEARNED`.
-        layer: the layer.
-        taps: hook points mlp_pre_act, mlp_pre_linear and mlp_post_act.
-        inner_eps: epsilon of the norm before the down projection, if there is one.
-        sparsity: share of gates set to 0 (Gemma 3n); 0 for none.
+        activation: name of the activation function in `ACTIVATIONS` or `LEARNED`.
+        layer: number of the layer.
+        taps: hook points of the pass; those used are mlp_pre_act, mlp_pre_linear and mlp_post_act.
+        inner_eps: epsilon of the norm before the down projection; None for no norm.
+        sparsity: intended share of gates that are set to 0 (Gemma 3n); 0 for none.
 
     Returns:
         Output of the down projection [B, token, D], before any post-norm.
@@ -62,29 +64,31 @@ def mlp(
     else:
         gate = None if weights.gate is None else linear(x, weights.gate)
         up = linear(x, weights.up)
-    activated = taps("mlp_pre_act", layer, up if gate is None else gate)
+    # The activation function applies to the gate or, in a plain MLP, to the up projection.
+    pre_act = taps("mlp_pre_act", layer, up if gate is None else gate)
     up = up if gate is None else taps("mlp_pre_linear", layer, up)
-    activated = _over_most(activated, sparsity) if sparsity else activated
-    recorded = is_recorded(activated, up)
-    learned = weights.activation
-    act = partial(LEARNED[activation], **learned) if learned else ACTIVATIONS[activation]
-    if activation in IN_PLACE and not recorded and not taps.touches(layer, "mlp_pre_act"):
+    pre_act = _gaussian_top_k(pre_act, sparsity) if sparsity else pre_act
+    needs_gradient = is_recorded(pre_act, up)
+    parameters = weights.activation
+    act = partial(LEARNED[activation], **parameters) if parameters else ACTIVATIONS[activation]
+    if activation in IN_PLACE and not needs_gradient and not taps.touches(layer, "mlp_pre_act"):
         act = IN_PLACE[activation]
-    inner = act(activated) if activation in EXACT else evenly(act, activated)
+    hidden = act(pre_act) if activation in EXACT else evenly(act, pre_act)
     if gate is not None:
-        inner = inner * up if recorded else inner.mul_(up)  # in place: no tap has a reference to it
+        hidden = hidden * up if needs_gradient else hidden.mul_(up)  # in place: no tap has a reference to it
     if weights.inner_norm is not None and inner_eps is not None:
-        inner = apply_norm(inner, weights.inner_norm, "rms", inner_eps)
-    return linear(taps("mlp_post_act", layer, inner), weights.down)
+        hidden = apply_norm(hidden, weights.inner_norm, "rms", inner_eps)
+    return linear(taps("mlp_post_act", layer, hidden), weights.down)
 
 
-def _over_most(gate: Tensor, share: float) -> Tensor:
+def _gaussian_top_k(gate: Tensor, share: float) -> Tensor:
     """relu(gate - t) for gates [B, token, inner], where t is the quantile `share` of a normal distribution
-    with the token's mean and deviation (Gemma 3n, Gaussian top-k)."""
-    deviations = torch.special.ndtri(torch.tensor(share)).to(gate.dtype)
-    # Population deviation, as in the reference (`unbiased=False`).
+    with the mean and standard deviation of the token's gates (Gemma 3n, Gaussian top-k)."""
+    quantile_in_deviations = torch.special.ndtri(torch.tensor(share)).to(gate.dtype)
+    # Population deviation, as in transformers (`unbiased=False`).
     deviation = gate.std(-1, keepdim=True, correction=0)
-    return F.relu(gate - (gate.mean(-1, keepdim=True) + deviation * deviations.to(gate.device)))
+    threshold = gate.mean(-1, keepdim=True) + deviation * quantile_in_deviations.to(gate.device)
+    return F.relu(gate - threshold)
 
 
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
@@ -103,4 +107,5 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor
 
 
 LEARNED: dict[str, Callable[..., Tensor]] = {"xielu": xielu}
-"""Activation functions with learned parameters, which they take as keyword arguments after x."""
+"""Name of an activation function with learned parameters -> the function, which takes them as keyword
+arguments after x."""

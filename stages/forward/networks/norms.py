@@ -22,21 +22,22 @@ from .weights import NormWeights
 def normalise(
     x: Tensor, norm: NormWeights, kind: str, eps: float, taps: Taps, name: str, layer: int | None
 ) -> Tensor:
-    """Normalise x [B, S, D] over D, with its hook points.
+    """x [B, S, D] normalised over D, with the norm's hook points.
 
     Arguments:
         x: residual stream [B, S, D].
         norm: gain and bias.
         kind: "rms", "gemma_rms" or "layer".
         eps: epsilon added to the variance or mean square.
-        taps: see ``{name}_scale`` [B, S, 1] and ``{name}_normalized`` [B, S, D].
+        taps: hook points of the pass; those used are ``{name}_scale`` [B, S, 1] and ``{name}_normalized``
+            [B, S, D].
         name: name of the norm in its hook points, such as "ln1".
-        layer: the layer; None for a norm outside of layers.
+        layer: number of the layer; None for a norm outside of layers.
     """
     scale_point, value_point = f"{name}_scale", f"{name}_normalized"
 
-    def tapped(kind: str, value: Tensor) -> Tensor:
-        return taps(f"{name}_{kind}", layer, value)
+    def tapped(part: str, value: Tensor) -> Tensor:
+        return taps(f"{name}_{part}", layer, value)
 
     if taps.changes(layer, scale_point, value_point):
         out = _by_parts(x, norm, kind, eps, tapped)
@@ -52,7 +53,7 @@ def normalise(
 
 
 def apply_norm(x: Tensor, norm: NormWeights, kind: str, eps: float) -> Tensor:
-    """Normalise x over its last axis, of any size, without hook points.
+    """x normalised over its last axis, without hook points; same shape.
 
     Arguments:
         x: values [..., width].
@@ -73,17 +74,18 @@ def apply_norm(x: Tensor, norm: NormWeights, kind: str, eps: float) -> Tensor:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of x [..., width] with the gain `weight` [width]."""
     if x.dtype == torch.float32:
         is_unfused = x.device.type == "cpu" and not is_recorded(x, weight)
         return _rms_norm_cpu(x, weight, eps) if is_unfused else F.rms_norm(x, (x.shape[-1],), weight, eps)
-    # Rounded to the model's dtype before the weight, as the reference implementations do.
+    # Rounded to the model's dtype before the weight, as in transformers.
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """F.rms_norm in half its time on a CPU, where torch has no fused kernel for it and reads memory more
-    often. Works in place, so not for tensors that need gradients."""
+    """RMS norm of x [..., width] in half the time of F.rms_norm on a CPU, where torch has no fused kernel for
+    it and reads memory more often. Not for tensors that need gradients, as it works in place."""
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     scale = norms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     out: Tensor = (x * scale).mul_(weight)
@@ -93,9 +95,16 @@ def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _by_parts(
     x: Tensor, norm: NormWeights, kind: str, eps: float, tapped: Callable[[str, Tensor], Tensor]
 ) -> Tensor:
-    """Norm in separate steps; tapped: function of "scale" or "normalized" and its value that returns the
-    value to continue with."""
-    # torch's layer norm keeps float64; the reference's RMS norms always compute in float32.
+    """Norm of x [..., width] in separate steps, so that hook points can be between them.
+
+    Arguments:
+        x: values to normalise.
+        norm: gain and bias [width].
+        kind: "rms", "gemma_rms" or "layer".
+        eps: epsilon added to the variance or mean square.
+        tapped: function ("scale" or "normalized", value there) -> value to continue with.
+    """
+    # torch's layer norm keeps float64; transformers' RMS norms always compute in float32.
     wide = x if kind == "layer" and x.dtype == torch.float64 else x.float()
     if kind == "layer":
         wide = wide - wide.mean(-1, keepdim=True)

@@ -1,4 +1,5 @@
-"""Encoder-decoders: embeddings of both sides, the memory, cross-attention, and who sees whom.
+"""Encoder-decoders: embeddings of source and target, the encoder's output ("memory"), cross-attention, and
+masks.
 
     source: embed -> [self-attention -> MLP] * E -> norm -> memory
     target: embed -> [self-attention -> cross-attention to memory -> MLP] * D -> norm -> logits
@@ -53,25 +54,29 @@ MEMORY = "memory"
 
 
 def starts_of(ids: Tensor, config: Architecture) -> Tensor | None:
-    """Position of each prompt's first target token, int [B, 1], from ids [B, S]: ids of targets are offset by
-    the vocabulary size. None unless the model is an encoder-decoder."""
+    """Position of each prompt's first target token, int [B, 1]; None unless the model is an encoder-decoder.
+
+    Arguments:
+        ids: Token ids [B, S]; the id of the first target token is raised by the vocabulary size.
+        config: The architecture.
+    """
     if config.target_start is None:
         return None
     return (ids >= config.vocab_size).int().argmax(1, keepdim=True)
 
 
 def seen_of(part: str, queries: Tensor, keys: Tensor, starts: Tensor | None) -> Tensor:
-    """Attention mask of one kind of attention, bool, True where it may look; all False for queries of the
-    other side.
+    """Attention mask of one kind of attention in an encoder-decoder: bool, True where a query may look; all
+    False for queries on which this attention does not act.
 
     Arguments:
-        part: self-attention of "source" or "target", or "cross" from target to source.
-        queries: positions of queries.
-        keys: positions of keys, broadcastable with queries.
-        starts: positions at which targets begin, broadcastable with both.
+        part: self-attention of "source" or "target", or "cross" for attention from target to source.
+        queries: positions of queries, int.
+        keys: positions of keys, int, broadcastable with queries.
+        starts: positions at which targets begin, int, broadcastable with both.
 
     Raises:
-        ConfigError: `starts` is None, as the pass does not support encoder-decoders.
+        ConfigError: `starts` is None, because this kind of pass does not support encoder-decoders.
     """
     if starts is None:
         raise no_pairs()
@@ -92,17 +97,19 @@ def attend_sides(
     taps: PassTaps,
     masks: dict[str, Tensor],
 ) -> Tensor:
-    """`History.attend` of an encoder-decoder over prompts of one length.
+    """Attention of one layer of an encoder-decoder over prompts of one length: weighted values z [B, H,
+    query, dh].
 
     Arguments:
-        layer: the layer.
+        layer: number of the layer.
         q: queries [B, H, query, dh].
         k: keys [B, H, key, dh] at the positions of the history.
-        v: their values [B, H, key, dh].
+        v: values [B, H, key, dh] at the same positions.
         mixer: parameters of the layer's attention.
-        history: the history, for positions and starts of targets.
-        taps: hook points of the pass.
-        masks: attention masks by part, computed at their first use.
+        history: gives the positions of the tokens, and where targets begin.
+        taps: captures and interventions of the pass, called at its hook points.
+        masks: attention masks by kind ("source", "target" or "cross"), to which a mask is added at its first
+            use.
     """
     part, positions = mixer.part, history.positions
     assert part is not None  # callers check
@@ -114,10 +121,10 @@ def attend_sides(
 
 
 def no_pairs() -> ConfigError:
-    """Error of a pass that does not support encoder-decoders."""
+    """Error for an encoder-decoder in a kind of pass that supports only models of single sequences."""
     return ConfigError(
-        "expected a model of one sequence here, found one with an encoder and a decoder; ask it by forward, "
-        "run, capture or generate"
+        "expected a model of single sequences for this analysis, found a model with an encoder and a "
+        "decoder; such a model supports forward, run, capture and generate"
     )
 
 
@@ -128,8 +135,8 @@ def embed_sides(
     positions: Tensor | None,
     starts: Tensor | None,
 ) -> Carried:
-    """Embeddings [B, S, D] of both sides with their positions, normalised if the family does that, and the
-    mask of target positions.
+    """Tensors that enter the first layer of an encoder-decoder: embeddings [B, S, D] of source and target
+    tokens with their positions, normalised if the family does that, and the mask of target positions.
 
     Arguments:
         config: the architecture.
@@ -148,14 +155,14 @@ def embed_sides(
     ids = ids % config.vocab_size
     if config.unknown_token is not None and bool((ids == config.unknown_token).any()):
         raise PromptError(
-            f"expected no padding in a source or a target, found token {config.unknown_token}, which has no "
-            f"position in {config.model_type}; leave it out"
+            f"expected no padding token in a source or a target, found token {config.unknown_token}, to "
+            f"which {config.model_type} gives no position; remove it from the prompt"
         )
     positions = torch.where(is_target, positions - starts, positions)
     if config.side_length is not None and int(positions.max()) >= config.side_length:
         raise PromptError(
-            f"expected at most {config.side_length} positions of a source or a target, found "
-            f"{int(positions.max()) + 1}; shorten it, or generate fewer tokens"
+            f"expected a source and a target of at most {config.side_length} tokens each, found one of "
+            f"{int(positions.max()) + 1} tokens; shorten it, or generate fewer tokens"
         )
     x, is_target = weights.embedded(ids), is_target[..., None]
     source, target = (_side_embeddings(config, weights, x, positions, side) for side in ("source", "target"))
@@ -165,7 +172,7 @@ def embed_sides(
 def _side_embeddings(
     config: ComposedArchitecture, weights: Weights[Any], x: Tensor, positions: Tensor, side: str
 ) -> Tensor:
-    """Token embeddings x [B, S, D] with position embeddings and norm of one side.
+    """Token embeddings x [B, S, D] with the position embeddings and the norm of source or target, same shape.
 
     Arguments:
         config: the architecture.
@@ -176,8 +183,8 @@ def _side_embeddings(
     """
     assert config.pair is not None  # callers check
     norm = parts_of(weights.beside).get(f"{side}.embed_norm")
-    is_early = config.pair.norms_target_tokens and side == "target"
-    if norm is not None and is_early:
+    norm_is_first = config.pair.norms_target_tokens and side == "target"
+    if norm is not None and norm_is_first:
         x = apply_norm(x, norm, config.norm_type, config.norm_eps)
     elif config.embedding_scale is not None:
         x = x * config.embedding_scale
@@ -185,7 +192,7 @@ def _side_embeddings(
     if table is not None:
         # Clamped for positions of the other side, whose results are discarded.
         x = x + table[(positions + config.first_position).clamp(max=len(table) - 1)]
-    return x if norm is None or is_early else apply_norm(x, norm, config.norm_type, config.norm_eps)
+    return x if norm is None or norm_is_first else apply_norm(x, norm, config.norm_type, config.norm_eps)
 
 
 def enter_side(
@@ -196,19 +203,19 @@ def enter_side(
     carried: Carried,
     history: History,
 ) -> tuple[Carried, Tensor]:
-    """Tensors that a layer reads beside the stream, and the positions that it acts on.
+    """Tensors that a layer of an encoder-decoder reads besides the stream, and the positions that it acts on.
 
     Arguments:
         config: the architecture.
-        beside: `Weights.beside` of the network.
-        layer: the layer; the decoder's first one makes the memory from the stream.
-        x: the stream [B, token, D].
-        carried: tensors that enter the layer beside the stream.
+        beside: weights outside of the layers (`Weights.beside`).
+        layer: number of the layer; the decoder's first layer makes the memory from the stream.
+        x: residual stream [B, token, D].
+        carried: tensors that enter the layer besides the stream, by name.
         history: selects the tokens whose output is needed.
 
     Returns:
-        The mask of target positions and in the decoder the memory; bool [B, kept, 1], True at positions of
-        the layer's side.
+        The tensors by name: the mask of target positions and, in the decoder, the memory. And bool [B, kept,
+        1], True at positions that the layer acts on: of the source in encoder layers, else of the target.
     """
     assert config.pair is not None  # callers check
     others = dict(carried)
@@ -228,14 +235,14 @@ class CrossAttention:
         self._head_dim, self._mixer = spec.attention.head_dim, spec.summary
 
     def __call__(self, x: Tensor, memory: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """Output that is added to the stream, [B, kept, D].
+        """Output of cross-attention that is added to the stream, [B, kept, D].
 
         Arguments:
             x: normalised stream [B, kept, D].
             memory: the encoder's normalised output [B, token, D].
-            layer: the layer.
+            layer: number of the layer.
             history: mixes the positions.
-            taps: hook points of the pass.
+            taps: captures and interventions of the pass, called at its hook points.
         """
         memory = memory.clone() if taps.changes(layer, "cross_memory") else memory
         memory = taps("cross_memory", layer, memory)
@@ -248,26 +255,25 @@ class CrossAttention:
 
 
 class CrossTaps:
-    """Taps of cross-attention (`AttentionTaps`): hook points of attention with the prefix "cross_".
-
-    Edges can be cut in self-attention only.
-    """
+    """Taps of cross-attention (`AttentionTaps`): they translate kinds of hook points of attention, such as
+    "pattern", to those of cross-attention, "cross_pattern"."""
 
     def __init__(self, taps: PassTaps) -> None:
         self._taps = taps
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """See `AttentionTaps`."""
+        """The value to continue with at the hook point "cross_<kind>" of a layer; x: the value there;
+        allowed: attention mask, bool [query, key], for interventions on patterns."""
         return self._taps(f"cross_{kind}", layer, x, allowed)
 
     def captures(self, layer: int | None, *kinds: str) -> bool:
-        """See `AttentionTaps`."""
+        """Whether one of the hook points "cross_<kind>" of a layer is captured."""
         return self._taps.captures(layer, *(f"cross_{kind}" for kind in kinds))
 
     def changes_attention(self, layer: int) -> bool:
-        """See `AttentionTaps`."""
+        """Whether an intervention changes scores or pattern of the layer's cross-attention."""
         return self._taps.changes(layer, "cross_scores", "cross_attn_scores", "cross_pattern")
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """See `AttentionTaps`."""
+        """None: edges can be cut in self-attention only."""
         return None

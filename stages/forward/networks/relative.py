@@ -24,18 +24,16 @@ __all__ = ["Relative"]
 
 
 class Relative:
-    """Relative position terms of the scores of one layer."""
+    """Relative position terms that are added to the attention scores of one layer."""
 
-    def __init__(
-        self, shape: AttentionSpec, weights: AttentionWeights, tensors: Mapping[str, Tensor]
-    ) -> None:
-        assert shape.relative is not None
-        self.shape, self._scale, self._heads = shape.relative, shape.summary.scale, shape.num_attention_heads
+    def __init__(self, spec: AttentionSpec, weights: AttentionWeights, tensors: Mapping[str, Tensor]) -> None:
+        assert spec.relative is not None
+        self.spec, self._scale, self._heads = spec.relative, spec.summary.scale, spec.num_attention_heads
         self._table, self._norm = tensors["relative"], tensors.get("relative_norm")
         self._norm_bias = tensors.get("relative_norm.bias")
         self._maps = {"q": weights.q, "k": weights.k}
         # DeBERTa without `share_att_key` projects the table by maps of its own.
-        if not self.shape.shares_maps:
+        if not self.spec.shares_maps:
             self._maps = {part: _linear(tensors, f"relative.{part}") for part in "qk"}
 
     def __call__(self, q: Tensor, k: Tensor, places: Tensor) -> Tensor:
@@ -47,10 +45,10 @@ class Relative:
             places: positions of the queries, [query] or [B, query].
         """
         keys = torch.arange(k.shape[2], device=k.device)
-        rows = _rows(places[..., :, None] - keys, self.shape)
+        rows = _rows(places[..., :, None] - keys, self.spec)
         rows = rows.view(-1, 1, *rows.shape[-2:]).expand(len(q), q.shape[1], -1, -1)
         terms = []
-        for term in self.shape.terms:
+        for term in self.spec.terms:
             if term == "bias":
                 terms.append(self._table.T[:, rows[:, 0]].transpose(0, 1))
             elif term == "content to position":
@@ -65,33 +63,39 @@ class Relative:
         """Queries ("q") or keys ("k") projected from the table, [H, row, dh]."""
         table, linear = self._table, self._maps[part]
         assert linear is not None  # a layer with the term has its projection
-        if self.shape.norm_eps is not None:
-            table = F.layer_norm(table, table.shape[1:], self._norm, self._norm_bias, self.shape.norm_eps)
+        if self.spec.norm_eps is not None:
+            table = F.layer_norm(table, table.shape[1:], self._norm, self._norm_bias, self.spec.norm_eps)
         flat = product(table, linear.weight, linear.bias)
         projected: Tensor = flat.unflatten(-1, (self._heads, -1)).transpose(0, 1)
         return projected
 
 
 def _linear(tensors: Mapping[str, Tensor], name: str) -> Linear | None:
+    """The linear map with this name among the layer's tensors, with its bias if it has one; None if
+    absent."""
     return Linear(tensors[name], tensors.get(f"{name}.bias")) if name in tensors else None
 
 
-def _rows(back: Tensor, shape: RelativeSpec) -> Tensor:
-    """Row of the table for each distance `back` = query position - key position, int, negative for later
-    keys."""
+def _rows(distance: Tensor, spec: RelativeSpec) -> Tensor:
+    """Row of the table of relative positions for each pair of query and key, int, of the shape of `distance`.
+
+    Arguments:
+        distance: query position - key position, int; negative for later keys.
+        spec: sizes of the table, and how distances share rows.
+    """
     # Without `looks_back`, half of the table stands for earlier keys and half for later ones.
-    half = shape.rows if shape.looks_back else shape.rows // 2
-    if shape.terms == ("bias",):
-        size = back.clamp(min=0) if shape.looks_back else back.abs()
-        log = torch.log(size.clamp(min=1).float() / shape.near) / math.log(shape.farthest / shape.near)
-        far = shape.near + (log * (half - shape.near)).long()
-        return torch.where(size < shape.near, size, far.clamp(max=half - 1)) + (
-            half * (back < 0) if not shape.looks_back else 0
-        )
+    half = spec.rows if spec.looks_back else spec.rows // 2
+    if spec.terms == ("bias",):
+        # T5: one row per distance up to `near`, then logarithmic buckets up to `farthest`.
+        size = distance.clamp(min=0) if spec.looks_back else distance.abs()
+        log = torch.log(size.clamp(min=1).float() / spec.near) / math.log(spec.farthest / spec.near)
+        far = spec.near + (log * (half - spec.near)).long()
+        row = torch.where(size < spec.near, size, far.clamp(max=half - 1))
+        return row if spec.looks_back else row + half * (distance < 0)
     # Logarithmic buckets of DeBERTa-v2 (`make_log_bucket_position`).
-    size = back.abs().clamp(min=shape.near)
-    if shape.near < half:
-        last = torch.log(torch.tensor((shape.farthest - 1) / shape.near))
-        size = (torch.ceil(torch.log(size / shape.near) / last * (shape.near - 1)) + shape.near).long()
-    row = torch.where(back.abs() <= shape.near, back, size * back.sign())
-    return (row + half).clamp(0, shape.rows - 1)
+    size = distance.abs().clamp(min=spec.near)
+    if spec.near < half:
+        last = torch.log(torch.tensor((spec.farthest - 1) / spec.near))
+        size = (torch.ceil(torch.log(size / spec.near) / last * (spec.near - 1)) + spec.near).long()
+    row = torch.where(distance.abs() <= spec.near, distance, size * distance.sign())
+    return (row + half).clamp(0, spec.rows - 1)

@@ -47,7 +47,13 @@ def rope_tables(
 
 
 def _tables(rope: RopeConfig, length: int, computed_in: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`rope_tables` on the CPU, with angles computed in a dtype."""
+    """Tables of cos and sin for positions 0 to length - 1, each float32 [length, rope.dim / 2], on the CPU.
+
+    Arguments:
+        rope: the rotary embedding.
+        length: length of the sequence.
+        computed_in: dtype in which angles are computed.
+    """
     positions = torch.arange(length, dtype=computed_in)
     angles = torch.outer(positions, inverse_frequencies(rope, length, computed_in)).float()
     # In the tables, the factor of yarn and longrope scales queries and keys, hence scores by its square.
@@ -62,45 +68,47 @@ _cached_tables = lru_cache(maxsize=4)(_tables)
 
 
 def inverse_frequencies(rope: RopeConfig, length: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Rotation in radians per position, [rope.dim / 2], on the CPU.
+    """Frequencies of rope: rotation in radians per position of each pair of entries, [rope.dim / 2], on the
+    CPU.
 
     Arguments:
         rope: the rotary embedding; frequencies stored in the checkpoint are returned as they are.
         length: length of the sequence, for schemes that depend on it.
-        dtype: dtype of the computation, in the same steps as the reference.
+        dtype: dtype of the computation, in the same steps as transformers.
     """
     if rope.frequencies is not None:
         stored: Tensor = rope.frequencies.to("cpu", dtype)
         return stored
     exponent = torch.arange(0, rope.dim, 2, dtype=dtype) / rope.dim
-    plain: Tensor = 1 / rope.theta**exponent
+    unscaled: Tensor = 1 / rope.theta**exponent
     if rope.scheme == "linear":
-        return plain / rope.factor
+        return unscaled / rope.factor
     if rope.scheme == "proportional":
         # Frequency 0 leaves a pair unrotated: its cosine is 1 and its sine 0 at every position.
-        plain[rope.rotated_pairs :] = 0
-        return plain / rope.factor
+        unscaled[rope.rotated_pairs :] = 0
+        return unscaled / rope.factor
     if rope.scheme == "dynamic":
         return 1 / _ntk_base(rope, length) ** exponent
     if rope.scheme == "llama3":
-        return _llama3(rope, plain)
+        return _llama3(rope, unscaled)
     if rope.scheme == "yarn":
-        return _yarn(rope, plain)
+        return _yarn(rope, unscaled)
     if rope.scheme == "longrope":
         # The length of the whole sequence decides: beyond the original context, early positions change too.
-        factors = rope.long_factor if length > _original(rope) else rope.short_factor
-        return 1 / (torch.tensor(factors, dtype=dtype) * rope.theta**exponent)
-    return plain
+        divisors = rope.long_factor if length > _original_context(rope) else rope.short_factor
+        return 1 / (torch.tensor(divisors, dtype=dtype) * rope.theta**exponent)
+    return unscaled
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate the first 2 * cos.shape[-1] entries of x [..., S, dh] by position.
+    """Queries or keys with their first rope.dim entries rotated in pairs, by angles that depend on position;
+    same shape.
 
     Arguments:
-        x: queries or keys.
+        x: queries or keys [..., S, dh].
         cos: cosines [S, rope.dim / 2].
         sin: sines [S, rope.dim / 2].
-        interleaved: whether adjacent entries form pairs, instead of entries of two halves.
+        interleaved: whether entries 2i and 2i + 1 form a pair, instead of i and i + rope.dim / 2.
     """
     n_rotated = 2 * cos.shape[-1]
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
@@ -125,7 +133,7 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def _mix(x: Tensor, cos: Tensor, y: Tensor, sin: Tensor, out: Tensor) -> None:
-    """x cos + y sin. In 16-bit dtypes every product is rounded, as in the reference implementations."""
+    """Write x cos + y sin into `out`. In 16-bit dtypes every product is rounded, as in transformers."""
     torch.mul(x, cos, out=out)
     if x.dtype == torch.float32:
         out.addcmul_(y, sin)
@@ -133,46 +141,52 @@ def _mix(x: Tensor, cos: Tensor, y: Tensor, sin: Tensor, out: Tensor) -> None:
         out.add_(y * sin)
 
 
-def _original(rope: RopeConfig) -> int:
+def _original_context(rope: RopeConfig) -> int:
+    """Context length in positions before the extension by the rope scheme."""
     if rope.original_max_position_embeddings is None:
-        raise AssertionError(f"config.py admits scheme {rope.scheme!r} only with its original context length")
+        raise AssertionError(
+            f"expected original_max_position_embeddings in a RopeConfig with scheme {rope.scheme!r}, found "
+            "None"
+        )
     return rope.original_max_position_embeddings
 
 
 def _ntk_base(rope: RopeConfig, length: int) -> float:
-    """RoPE base of dynamic NTK scaling, which grows with the length of the sequence."""
-    original = _original(rope)
+    """Base of the frequencies in dynamic NTK scaling, which grows with the sequence; length: in positions."""
+    original = _original_context(rope)
     # With exponent d / (d - 2) the lowest frequency, theta^(-(d - 2) / d), is divided by exactly the stretch.
     stretched = rope.factor * max(length, original) / original - (rope.factor - 1)
     return float(rope.theta * stretched ** (rope.dim / (rope.dim - 2)))
 
 
-def _yarn(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """YaRN frequencies: high ones unchanged, low ones divided by the factor, a linear blend between (Peng et
-    al., YaRN, 2023, section 3.2)."""
-    fast, slow = (_entry_of(rope, rotations) for rotations in rope.bounds)
-    # gpt-oss (`truncate` false) blends between the fractional entries.
+def _yarn(rope: RopeConfig, unscaled: Tensor) -> Tensor:
+    """Frequencies of the scheme YaRN, [rope.dim / 2]: high ones unchanged, low ones divided by the factor, a
+    linear blend between (Peng et al., YaRN, 2023, section 3.2). unscaled: frequencies of plain rope."""
+    fast, slow = (_pair_with_rotations(rope, rotations) for rotations in rope.bounds)
+    # gpt-oss (`truncate` false) blends between the fractional indices.
     if rope.is_truncated:
         fast, slow = math.floor(fast), math.ceil(slow)
     fast, slow = max(fast, 0), min(slow, rope.dim - 1)
-    # Where both bounds are one entry, 0.001 avoids a division by zero, as in the reference.
+    # If both bounds are the same index, 0.001 avoids a division by zero, as in transformers.
     width = slow - fast or 0.001
-    entries = torch.arange(rope.dim // 2, dtype=plain.dtype)
-    slowed = ((entries - fast) / width).clamp(0, 1)
-    return plain / rope.factor * slowed + plain * (1 - slowed)
+    pairs = torch.arange(rope.dim // 2, dtype=unscaled.dtype)
+    slowed_share = ((pairs - fast) / width).clamp(0, 1)
+    return unscaled / rope.factor * slowed_share + unscaled * (1 - slowed_share)
 
 
-def _entry_of(rope: RopeConfig, rotations: float) -> float:
-    """Index (fractional) of the entry that makes so many rotations within the original context."""
-    wavelengths = _original(rope) / (rotations * 2 * math.pi)
-    return rope.dim * math.log(wavelengths) / (2 * math.log(rope.theta))
+def _pair_with_rotations(rope: RopeConfig, rotations: float) -> float:
+    """Index (fractional) of the pair of entries that makes a given number of rotations within the original
+    context."""
+    inverse_frequency = _original_context(rope) / (rotations * 2 * math.pi)
+    return rope.dim * math.log(inverse_frequency) / (2 * math.log(rope.theta))
 
 
-def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
-    """Llama 3.1 frequencies: low ones divided by the factor, high ones unchanged, a linear blend between
-    (reference code)."""
-    original = _original(rope)
-    wavelength = 2 * math.pi / plain
-    blend = (original / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    between = (1 - blend) * plain / rope.factor + blend * plain
-    return torch.where(blend <= 0, plain / rope.factor, torch.where(blend >= 1, plain, between))
+def _llama3(rope: RopeConfig, unscaled: Tensor) -> Tensor:
+    """Frequencies of the scheme llama3 (Llama 3.1), [rope.dim / 2]: low ones divided by the factor, high ones
+    unchanged, a linear blend between. unscaled: frequencies of plain rope."""
+    original, low, high = _original_context(rope), rope.low_freq_factor, rope.high_freq_factor
+    wavelength = 2 * math.pi / unscaled
+    blend = (original / wavelength - low) / (high - low)
+    scaled = unscaled / rope.factor
+    between = (1 - blend) * unscaled / rope.factor + blend * unscaled
+    return torch.where(blend <= 0, scaled, torch.where(blend >= 1, unscaled, between))

@@ -26,8 +26,8 @@ NETWORKS: dict[str, tuple[Callable[..., Any], Callable[[Any, Any], Network]]] = 
 """Kind of architecture -> (function that builds a layer's weights, class of the network)."""
 
 WHOLE: dict[str, Callable[..., Network]] = {"bridge": bridge.build}
-"""Kind of architecture -> function that builds the network from a directory, for kinds whose weights
-transformers reads."""
+"""Kind of architecture -> function that builds the network from a checkpoint's folder, for kinds whose
+weights transformers reads (the bridge)."""
 
 
 def build(
@@ -48,7 +48,7 @@ def build(
         progress: whether to show a progress bar on stderr; None for checkpoints over 1 GiB only.
 
     Raises:
-        WeightsError: names the tensor or file that does not fit.
+        WeightsError: a tensor or file is missing, or does not fit the architecture.
     """
     if architecture.kind in WHOLE:
         return WHOLE[architecture.kind](
@@ -60,11 +60,12 @@ def build(
 
 
 def over(architecture: Architecture, take: Callable[[str], Tensor]) -> Network:
-    """Build a network from a function that returns tensors by their checkpoint names."""
+    """Build the network of an architecture from tensors in memory. take: reads a tensor by its checkpoint
+    name, in the dtype and on the device of the computation."""
     block, _ = NETWORKS[architecture.kind]
     return of_weights(architecture, weights.assemble(take, architecture, block))
 
 
 def of_weights(architecture: Architecture, loaded: weights.Weights[Any]) -> Network:
-    """Build a network from weights that are already loaded."""
+    """Network of an architecture over weights that are already loaded."""
     return NETWORKS[architecture.kind][1](architecture, loaded)

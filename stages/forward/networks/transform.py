@@ -30,13 +30,13 @@ BEFORE_HEAD = (
 def transformed(
     x: Tensor, weights: Weights[Any], shape: HeadTransform, norm_type: str, taps: Taps | None = None
 ) -> Tensor:
-    """Apply the transform: states [..., hidden] -> input of the LM head [..., embedding].
+    """Input of the LM head of an encoder, [..., embedding], from states [..., hidden]: norm(act(dense map)).
 
     Arguments:
         x: states after the final norm, if there is one.
-        weights: weights of the network.
-        shape: activation and epsilon of the transform.
-        norm_type: kind of its norm.
+        weights: weights of the network, which hold the transform's dense map and norm.
+        shape: activation function and epsilon of the transform.
+        norm_type: kind of the transform's norm: "rms", "gemma_rms" or "layer".
         taps: hook points of the transform; None to compute it without them.
     """
     dense, norm, act = weights.transform, weights.transform_norm, ACTIVATIONS[shape.activation]

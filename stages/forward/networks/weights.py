@@ -41,19 +41,20 @@ BENIGN = (
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear map y = x weight^T + bias, optionally plus a low-rank map."""
+    """A linear map y = x weight^T + bias, optionally plus a low-rank adapter."""
 
     weight: Tensor
-    """[out, in]."""
+    """Matrix [out, in]."""
     bias: Tensor | None = None
-    """[out]."""
+    """Bias [out]; None for a map without bias."""
     low: tuple[Tensor, Tensor] | None = None
-    """Low-rank factors [rank, in] and [out, rank], added to a weight that several layers share (Zamba2)."""
+    """Low-rank adapter: matrices [rank, in] and [out, rank], whose product is added to a weight that several
+    layers share (Zamba2); None for no adapter."""
 
 
 @dataclass(frozen=True)
 class NormWeights:
-    """Gain and bias of a norm."""
+    """Weights of a norm: gain and, in most layer norms, bias."""
 
     weight: Tensor
     """Gain, [width]; norms of type "gemma_rms" multiply by 1 + this."""
@@ -81,16 +82,18 @@ class AttentionWeights:
     v_norm: NormWeights | None = None
     """Norm of each head's values, [dh], with a constant gain of 1; None for no norm."""
     rise: Linear | None = None
-    """Map from a key's values to a bias of its scores, one per key head (Doge)."""
+    """Map from the value at a position to a bias of the scores of its key, one per key head (Doge); None for
+    no such bias."""
     rise_gain: Tensor | None = None
-    """Factor of that bias, one per key head."""
+    """Factors in the formula of the bias that `rise` gives, one per key head; None without it."""
     z_norm: NormWeights | None = None
-    """Norm over all heads' outputs, before the output projection."""
+    """Norm over all heads' outputs, before the output projection; None for no norm."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlpWeights:
-    """Weights of an MLP: gate_up, or gate and up, or up alone (plain MLP), and down."""
+    """Weights of an MLP: down and gate_up (gated, stored as one tensor), gate and up (gated), or up
+    (plain)."""
 
     down: Linear
     """Down projection, weight [D, inner]."""
@@ -99,16 +102,17 @@ class MlpWeights:
     up: Linear | None = None
     """Up projection, weight [inner, D]; None if it is part of `gate_up`."""
     gate_up: Linear | None = None
-    """Rows of gate, then rows of up."""
+    """Gate and up projection in one matrix, [2 * inner, D]: rows of gate, then rows of up; None if they are
+    separate."""
     inner_norm: NormWeights | None = None
-    """Norm of the input of the down projection."""
+    """Norm of the input of the down projection; None for no norm."""
     activation: Mapping[str, Tensor] = field(default_factory=dict)
-    """Learned parameters of the activation function, by name."""
+    """Learned parameters of the activation function, by name; empty for functions without parameters."""
 
 
 @dataclass(frozen=True)
 class Weights(Generic[Layer]):
-    """All tensors of a network."""
+    """All weights of a network: those of its layers, and those outside of layers."""
 
     embed: Tensor
     """Embedding matrix [vocab, width]."""
@@ -119,21 +123,24 @@ class Weights(Generic[Layer]):
     lm_head: Tensor | None = None
     """Matrix of the LM head [vocab, hidden]; None if it is tied to the embedding."""
     positions: Tensor | None = None
-    """Position embeddings [position, hidden], learned or sinusoidal."""
+    """Position embeddings [position, hidden], learned or sinusoidal; None for a model without such a
+    table."""
     head_bias: Tensor | None = None
-    """Bias of the LM head, [vocab]."""
+    """Bias of the LM head, [vocab]; None for no bias."""
     embed_norm: NormWeights | None = None
-    """Norm of the embeddings."""
+    """Norm of the embeddings; None for no norm."""
     embed_in: Linear | None = None
-    """Map from embeddings to the residual stream, in families where their widths differ."""
+    """Map from embeddings to the residual stream, in families where their widths differ; None in others."""
     token_type: Tensor | None = None
-    """Embedding of token type 0, which all tokens have here, [width]."""
+    """Embedding of token type 0, [width], which is added to every token's embedding; None without token
+    types."""
     transform: Linear | None = None
-    """Dense map before the LM head of an encoder (`HeadTransform`)."""
+    """Dense map before the LM head of an encoder (`HeadTransform`); None in other models."""
     transform_norm: NormWeights | None = None
-    """Norm after that map."""
+    """Norm after the dense map `transform`; None without it."""
     beside: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tensors outside of layers of AltUp and per-layer inputs, by name (architectures/layer_parts.py)."""
+    """Tensors outside of the layers for AltUp, per-layer inputs (architectures/layer_parts.py) and both sides
+    of encoder-decoders, by name; empty in other models."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -153,23 +160,26 @@ class Weights(Generic[Layer]):
 
 
 def expected_tensors(config: Architecture) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors that an architecture needs, by their names in the checkpoint."""
+    """Name of each checkpoint tensor that an architecture needs -> its shape."""
     return config.tensors.shapes
 
 
 def read_shapes(files: Files) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of a checkpoint by name, from its headers; WeightsError for a truncated file."""
+    """Name of each tensor of a checkpoint -> its shape, read from the files' headers; WeightsError for a
+    truncated file."""
     return checkpoint_of(files).shapes
 
 
 def check_dtypes(checkpoint: Checkpoint, config: Architecture) -> None:
-    """Raise WeightsError for the first needed tensor whose dtype is not an unquantised float."""
+    """Raise WeightsError for the first tensor that an architecture needs and that is not stored as floats, as
+    in quantised checkpoints of an unknown format."""
     expected = expected_tensors(config)
     for name, entry in checkpoint.entries.items():
         if name in expected and entry.dtype not in FLOATS:
             raise WeightsError(
-                f"expected {name!r} as one of {', '.join(FLOATS)}, found {entry.dtype}; quantised weights do "
-                "not run here, so fetch the model's unquantised checkpoint"
+                f"expected the tensor {name!r} to have one of the dtypes {', '.join(FLOATS)}, found "
+                f"{entry.dtype}; mizarr does not support this quantisation, so fetch the model's unquantised "
+                "checkpoint"
             )
 
 
@@ -187,13 +197,13 @@ def load(
     Arguments:
         files: files of the checkpoint.
         config: the architecture.
-        layer_of: builds the weights of a layer from a function that reads a tensor by its checkpoint name.
+        layer_of: function (reader of tensors, architecture, number of a layer) -> that layer's weights.
         dtype: dtype of the computation.
         device: device of the computation.
         progress: whether to show a progress bar on stderr; None for checkpoints over 1 GiB only.
 
     Raises:
-        WeightsError: names a tensor or file that is missing, truncated, misshapen or not finite.
+        WeightsError: a tensor or file is missing, truncated, misshapen or not finite.
     """
     from ....pipeline.progress import Progress
 
@@ -233,11 +243,12 @@ def as_computed(tensors: Take, dtype: torch.dtype, device: torch.device) -> Take
 
 
 def checked_checkpoint(files: Files, config: Architecture) -> Checkpoint:
-    """Open a checkpoint and check its tensors against an architecture, without loading them as weights.
+    """Open a checkpoint and check that its tensors are those of an architecture, without loading them as
+    weights.
 
     Raises:
-        WeightsError: a tensor is missing, misshapen or of a wrong dtype, or no part of a layer reads it.
-        ConfigError: tensors that the architecture ties differ.
+        WeightsError: a tensor is missing, misshapen or of a wrong dtype, no part of a layer reads it, or two
+            tensors that the architecture ties differ.
     """
     checkpoint = checkpoint_of(files).standing_in(config)
     shapes = checkpoint.shapes
@@ -245,46 +256,44 @@ def checked_checkpoint(files: Files, config: Architecture) -> Checkpoint:
     check_dtypes(checkpoint, config)
     checkpoint.check(config)
     _refuse_unused(shapes, config)
-    for name, original in config.tensors.copied(shapes):
-        require_tied(name, original, _are_equal(checkpoint.numbers(name), checkpoint.numbers(original)))
+    for copy, original in config.tensors.copied(shapes):
+        require_tied(copy, original, _are_equal(checkpoint.numbers(copy), checkpoint.numbers(original)))
     return checkpoint
 
 
 def _are_equal(a: Array, b: Array) -> bool:
-    """Whether two tensors hold the same numbers, in whatever dtypes."""
+    """Whether two tensors have the same shape and the same numbers; their dtypes may differ."""
     if a.shape != b.shape:
         return False
     # Some rows at a time, as the tensors may be memory-mapped and larger than memory.
-    rows = max(1, _COMPARED // max(1, math.prod(a.shape[1:])))
-    return all(
-        np.array_equal(a[start : start + rows].astype(np.float64), b[start : start + rows].astype(np.float64))
-        for start in range(0, len(a), rows)
-    )
+    n_rows = max(1, _COMPARED // max(1, math.prod(a.shape[1:])))
+    parts = (slice(start, start + n_rows) for start in range(0, len(a), n_rows))
+    return all(np.array_equal(a[rows].astype(np.float64), b[rows].astype(np.float64)) for rows in parts)
 
 
 def assemble(take: Take, config: Config, layer_of: Callable[[Take, Config, int], Layer]) -> Weights[Layer]:
-    """All weights of a model.
+    """All weights of a model: layers, embedding, language head and the other weights outside of the layers.
 
     Arguments:
         take: Reads a tensor by its checkpoint name, in the dtype and on the device of the computation.
         config: The architecture.
-        layer_of: Builds a layer from `take`, the architecture and the layer's index.
+        layer_of: Function (reader of tensors, architecture, number of a layer) -> that layer's weights.
     """
     take_shared = read_shared_once(take, config)
     layers = tuple(layer_of(take_shared, config, layer) for layer in range(config.num_layers))
-    table = take(config.tensors.outside["embed"].name)
-    return Weights(
-        table, layers, lm_head=separate_head(take, config, table), **outer_weights(take, config, table)
-    )
+    embedding = take(config.tensors.outside["embed"].name)
+    head = separate_head(take, config, embedding)
+    return Weights(embedding, layers, lm_head=head, **outer_weights(take, config, embedding))
 
 
 def read_shared_once(take: Take, config: Architecture, cache: dict[str, Tensor] | None = None) -> Take:
-    """Wrap a function that reads tensors, so that one that several layers share is read once.
+    """Wrap a function that reads tensors, so that a tensor that several layers share is read only once.
 
     Arguments:
         take: reads a tensor by its checkpoint name.
         config: the architecture, which names the shared tensors.
-        cache: shared tensors read before, by name; filled by the returned function.
+        cache: shared tensors read before, by checkpoint name, to which the returned function adds; None for
+            an empty cache.
     """
     shared, cache = config.tensors.shared, {} if cache is None else cache
 
@@ -320,7 +329,7 @@ def outer_weights(take: Take, config: Architecture, like: Tensor) -> dict[str, A
     Arguments:
         take: reads a tensor by its checkpoint name.
         config: the architecture.
-        like: tensor whose dtype and device constants get that no checkpoint contains.
+        like: tensor whose dtype and device is given to constants, which no checkpoint contains.
     """
     outside = config.tensors.outside
 
@@ -339,7 +348,7 @@ def outer_weights(take: Take, config: Architecture, like: Tensor) -> dict[str, A
     return {
         "final_norm": norm("final_norm"),
         "positions": sinusoidal_positions(config, like) if config.position_waves else optional("positions"),
-        # BART stores it as a matrix of one row.
+        # BART stores the bias as a matrix of one row.
         "head_bias": None if head_bias is None else head_bias.flatten(),
         "embed_norm": norm("embed_norm"),
         "embed_in": linear("embed_in"),
@@ -355,28 +364,33 @@ def outer_weights(take: Take, config: Architecture, like: Tensor) -> dict[str, A
 
 
 def sinusoidal_positions(config: Architecture, like: Tensor) -> Tensor:
-    """Sinusoidal position embeddings [position, hidden], sines before cosines, in dtype and on device of a
-    tensor (Vaswani et al., Attention Is All You Need, 2017, section 3.5;
-    `Architecture.position_waves` selects one of two variants)."""
+    """Sinusoidal position embeddings [position, hidden], sines before cosines (Vaswani et al., Attention Is
+    All You Need, 2017, section 3.5).
+
+    Arguments:
+        config: The architecture; `Architecture.position_waves` selects one of two variants of the formula.
+        like: Tensor whose dtype and device the result gets.
+    """
     import torch
 
     half, is_fairseq = config.hidden_size // 2, config.position_waves == "fairseq"
-    # The precision of each variant's reference: angles reach 1000, where float32 is only exact to 1e-4.
+    # Computed in the precision of transformers' code: angles reach 1000, where float32 is only exact to 1e-4.
     dtype = torch.float32 if is_fairseq else torch.float64
-    slowest = half - 1 if is_fairseq else half
-    falling = torch.exp(torch.arange(half, dtype=dtype) * -(math.log(10000) / slowest))
-    angles = torch.arange(config.position_rows, dtype=dtype)[:, None] * falling
+    steps_to_slowest = half - 1 if is_fairseq else half
+    frequencies = torch.exp(torch.arange(half, dtype=dtype) * -(math.log(10000) / steps_to_slowest))
+    angles = torch.arange(config.position_rows, dtype=dtype)[:, None] * frequencies
     return torch.cat([angles.sin(), angles.cos()], dim=1).to(like)
 
 
 def read_weight(take: Take, stored: Stored, name: str, siblings: Mapping[str, Tensor]) -> Tensor:
-    """Read a weight and bring it into the form that the network uses: transposed, expanded, shifted, scaled.
+    """Read a tensor and bring it into the form in which the network uses the weight: transposed, expanded to
+    a block-diagonal matrix, shifted and scaled as `stored` says.
 
     Arguments:
         take: reads a tensor by its checkpoint name.
         stored: how the checkpoint stores the weight.
-        name: its name in the checkpoint.
-        siblings: other weights; a weight that is a constant gets dtype and device of the first.
+        name: full name of the tensor in the checkpoint.
+        siblings: other weights; a weight that is a constant gets the dtype and device of the first of them.
     """
     if stored.constant is not None:
         return next(iter(siblings.values())).new_full(stored.shape, stored.constant)
@@ -388,8 +402,9 @@ def read_weight(take: Take, stored: Stored, name: str, siblings: Mapping[str, Te
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Group weights with their biases and low-rank factors into `Linear` and `NormWeights`, by name. Names of
-    norms start with "ln" or end with "_norm"."""
+    """Name of each linear map or norm -> `Linear` or `NormWeights`, with its bias and low-rank adapter. Names
+    of norms start with "ln" or end with "_norm"; tensors: name of a weight, such as "q" or "q.bias" ->
+    tensor."""
     parts: dict[str, Any] = {}
     for name, tensor in tensors.items():
         if name.endswith((".bias", ".low_in", ".low_out")):
@@ -398,14 +413,15 @@ def parts_of(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         if name.startswith("ln") or name.endswith("_norm"):
             parts[name] = NormWeights(tensor, bias)
         else:
-            into = tensors.get(f"{name}.low_in")
-            parts[name] = Linear(tensor, bias, None if into is None else (into, tensors[f"{name}.low_out"]))
+            has_adapter = f"{name}.low_in" in tensors
+            adapter = (tensors[f"{name}.low_in"], tensors[f"{name}.low_out"]) if has_adapter else None
+            parts[name] = Linear(tensor, bias, adapter)
     return parts
 
 
 def scale_rows(tensor: Tensor, factors: Sequence[tuple[int, float]]) -> Tensor:
-    """Multiply groups of rows of a weight by (number of rows, factor) pairs, in order (`Stored.factors`):
-    factors that a model applies to the products are folded into the weight."""
+    """Weight whose consecutive groups of rows are multiplied by factors that the model's own code applies to
+    its output. factors: (number of rows, factor) of each group, in order; empty for an unchanged weight."""
     if not factors:
         return tensor
     import torch
@@ -415,42 +431,49 @@ def scale_rows(tensor: Tensor, factors: Sequence[tuple[int, float]]) -> Tensor:
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], config: Architecture) -> None:
-    """Raise WeightsError for the first tensor that is missing or misshapen; shapes: of a checkpoint, by
-    name."""
+    """Raise WeightsError for the first tensor that an architecture needs and that is missing or has another
+    shape.
+
+    Arguments:
+        shapes: Name of each tensor of the checkpoint -> its shape.
+        config: The architecture.
+    """
     expected = expected_tensors(config)
     missing = [name for name in expected if name not in shapes]
     if missing:
         near = nearest(missing[0], shapes)
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise WeightsError(
-            f"expected a tensor {missing[0]!r}{more}, found none among {len(shapes)} tensors"
+            f"expected a tensor {missing[0]!r}{more}, found none among the checkpoint's {len(shapes)} tensors"
             + (f"; nearest is {near!r}" if near else "; run `mizarr models inspect` on the directory")
         )
     for name, shape in expected.items():
         if shapes[name] != shape:
             raise WeightsError(
-                f"expected {name!r} of shape {list(shape)} as config.json says, found {list(shapes[name])}; "
-                "is config.json of another model?"
+                f"expected the tensor {name!r} to have the shape {list(shape)} that follows from "
+                f"config.json, found {list(shapes[name])}; check that config.json and weights are of the "
+                "same model"
             )
 
 
 def _refuse_unused(shapes: Mapping[str, Any], config: Architecture) -> None:
-    """Raise WeightsError for a tensor of a layer that the forward pass does not read: a bias, norm or adapter
-    weight would change the layer's output. Layers after the last one (multi-token prediction) are ignored."""
+    """Raise WeightsError if a layer's tensor in the checkpoint is read by no part of the forward pass: a
+    bias, norm or adapter weight would change the layer's output. Layers after the last one (multi-token
+    prediction) are ignored."""
     layers = {name: config.tensors.placed(name)[0] for name in unused_tensors(shapes, config)}
-    inside = [name for name, layer in layers.items() if layer is not None and layer < config.num_layers]
-    if inside:
-        more = f" (and {len(inside) - 1} more)" if inside[1:] else ""
+    in_layers = [name for name, layer in layers.items() if layer is not None and layer < config.num_layers]
+    if in_layers:
+        more = f" (and {len(in_layers) - 1} more)" if in_layers[1:] else ""
         raise WeightsError(
-            f"expected only tensors that a {config.model_type} reads in its layers, found {inside[0]!r}"
-            f"{more}, which would change nothing here; merge an adapter into its base model, or look at the "
+            f"expected only tensors that a layer of a {config.model_type} model uses, found {in_layers[0]!r}"
+            f"{more}, which would be ignored; merge an adapter into its base model, or look at the "
             "checkpoint with `mizarr models inspect`"
         )
 
 
 def unread_line(files: Files, config: Architecture) -> str:
-    """One line that lists prefixes of tensors that the forward pass does not read, with counts; "" for
-    none."""
+    """One line about the tensors of a checkpoint that the forward pass does not read: the first two parts of
+    their names, with the number of tensors; "" if it reads all."""
     counts: dict[str, int] = {}
     for name in unused_tensors(checkpoint_of(files).standing_in(config).entries, config):
         prefix = ".".join(name.split(".")[:2])
@@ -460,7 +483,8 @@ def unread_line(files: Files, config: Architecture) -> str:
 
 
 def unused_tensors(entries: Mapping[str, Any], config: Architecture) -> list[str]:
-    """Names of tensors of a checkpoint that the forward pass does not read, except for known buffers."""
+    """Sorted names of the tensors of a checkpoint that the forward pass does not read, except for buffers
+    that never matter (`BENIGN`). entries: the checkpoint's tensors by name."""
     tensors = config.tensors
     expected = {*tensors.shapes, *tensors.copies, *tensors.unread}
     return sorted(name for name in entries if name not in expected and not name.endswith(BENIGN))
@@ -472,27 +496,28 @@ def is_finite(tensor: Tensor) -> bool:
     Floats on the CPU are checked by their exponent bits, which are all ones in NaN and infinity alone, in one
     thread and in steps that fit in the cache. A reduction by torch runs on all threads, which wait for each
     other at every tensor: on two busy cores, 100 million numbers took 0.04 to 0.4 s of processor time in
-        float32 and
-    0.03 to 1.2 s in bfloat16; here 0.03 s.
+    float32 and 0.03 to 1.2 s in bfloat16; here 0.03 s.
     """
     import torch
 
-    exponents = {
+    # Numbers of bits (exponent, mantissa) of each dtype.
+    formats = {
         torch.float64: (11, 52),
         torch.float32: (8, 23),
         torch.float16: (5, 10),
         torch.bfloat16: (8, 7),
     }
-    if tensor.dtype not in exponents or tensor.device.type != "cpu":
+    if tensor.dtype not in formats or tensor.device.type != "cpu":
         return bool(torch.isfinite(tensor).all())
-    exponent_bits, mantissa_bits = exponents[tensor.dtype]
+    exponent_bits, mantissa_bits = formats[tensor.dtype]
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
     bits = tensor.detach().contiguous().reshape(-1).view(integer).numpy().view(f"u{tensor.itemsize}")
-    ones = bits.dtype.type(((1 << exponent_bits) - 1) << mantissa_bits)
+    exponent_mask = bits.dtype.type(((1 << exponent_bits) - 1) << mantissa_bits)
     buffer = np.empty_like(bits[:_CHECKED])
     for start in range(0, len(bits), _CHECKED):
         part = bits[start : start + _CHECKED]
-        if np.bitwise_and(part, ones, out=buffer[: len(part)]).max() == ones:
+        # The largest value has all exponent bits set if any number has.
+        if np.bitwise_and(part, exponent_mask, out=buffer[: len(part)]).max() == exponent_mask:
             return False
     return True
 
@@ -503,6 +528,6 @@ def _check_finite(name: str, tensor: Tensor) -> None:
     if not is_finite(tensor):
         bad = int((~torch.isfinite(tensor)).sum())
         raise WeightsError(
-            f"expected finite weights, found {bad} NaN or infinite values in {name!r}; the checkpoint is "
-            "damaged, fetch it again"
+            f"expected finite weights, found {bad} NaN or infinite values in the tensor {name!r}; the "
+            "checkpoint is damaged, so fetch it again"
         )

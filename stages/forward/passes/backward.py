@@ -60,25 +60,32 @@ def backward(
             none.
 
     Returns:
-        Logits [B, positions, tokens] and every captured value; gradients have the shape of the activation.
+        (logits [B, positions, tokens], capture -> value or gradient); a gradient has the shape of its
+        activation.
 
     Raises:
         ConfigError: for repeated layers, where a hook point has several values.
     """
     if spec.order is not None:
         raise ConfigError(
-            "expected layers executed once, found gradients with repeated layers, where a hook point has "
-            "several values; leave recurrent= out"
+            "gradients need layers that run once, found repeated layers, in which a hook point has several "
+            "values; leave out recurrent="
         )
     # Recomputing costs one more forward pass, so it is used only where the graph would not fit.
-    over = network if _graph_bytes(network, ids, spec) <= memory else recomputed(network)
-    passes = [_once(over, ids, part, want, cotangent, dropped) for part in _without_conflicts(spec)]
-    return passes[0][0], {capture: x for _, values in passes for capture, x in values.items()}
+    has_room = _graph_bytes(network, ids, spec) <= memory
+    recorded_network = network if has_room else recomputed(network)
+    passes = [
+        _one_backward(recorded_network, ids, part, want, cotangent, dropped)
+        for part in _without_conflicts(spec)
+    ]
+    logits, _ = passes[0]
+    return logits, {capture: x for _, values in passes for capture, x in values.items()}
 
 
-def _once(
+def _one_backward(
     network: Network, ids: Tensor, spec: BoundSpec, want: Logits, cotangent: Cotangent, dropped: int | None
 ) -> tuple[Tensor, Gradients]:
+    """One forward and one backward pass; returns (logits, capture -> value or gradient)."""
     values: Gradients = {}
     taps = GradientTaps(spec, values.__setitem__, dropped)
     with torch.enable_grad():
@@ -101,27 +108,32 @@ def _once(
 
 
 def _without_conflicts(spec: BoundSpec) -> Sequence[BoundSpec]:
-    """The spec, or two specs where one gradient capture would cut the path of another."""
+    """The spec itself, or two specs if one gradient capture would cut the path of another.
+
+    The captures of the spec are then divided between the two.
+    """
     # Capturing per-head inputs makes queries, keys and values depend on them and no longer on the shared
     # norm, so that the gradient at the norm would miss these paths.
-    split = tuple(c for c in spec.gradients if c.point.kind in SPLIT_INPUTS)
-    if not split or not any(c.point.kind in _BESIDE_SPLIT for c in spec.gradients):
+    head_inputs = tuple(capture for capture in spec.gradients if capture.point.kind in SPLIT_INPUTS)
+    if not head_inputs or not any(capture.point.kind in _BESIDE_SPLIT for capture in spec.gradients):
         return [spec]
-    rest = tuple(c for c in spec.captures if c not in split)
-    return [replace(spec, captures=rest), replace(spec, captures=split)]
+    others = tuple(capture for capture in spec.captures if capture not in head_inputs)
+    return [replace(spec, captures=others), replace(spec, captures=head_inputs)]
 
 
 def _graph_bytes(network: Network, ids: Tensor, spec: BoundSpec) -> int:
-    """Estimate of the bytes that autograd stores of a pass.
+    """Estimate the bytes that autograd stores for a pass.
 
-    Per token and layer, the working memory of a forward pass. Where scores or patterns are captured, changed
-    or soft-capped, also scores, masked scores and weights of all token pairs, as no fused kernel avoids them
-    then.
+    Per token and layer these are the working memory of a forward pass. Where scores or patterns are captured,
+    changed or soft-capped, scores, masked scores and weights of all token pairs are stored as well, because
+    no fused kernel avoids them then.
     """
     config, itemsize = network.config, network.dtype.itemsize
     token_bytes = ids.numel() * config.num_layers * config.bytes_per_token(itemsize)
     points = (*(capture.point for capture in spec.captures), *(point for point, _ in spec.interventions))
-    explicit = {point.layer for point in points if point.kind in ATTENTION}
-    explicit |= {n for n, layer in enumerate(config.layers) if getattr(layer.mixer, "is_capped", False)}
-    pairs = ids.numel() * ids.shape[-1] * config.axis_sizes.get("head", 0)
-    return token_bytes + len(ATTENTION) * len(explicit) * pairs * itemsize
+    layers_with_scores = {point.layer for point in points if point.kind in ATTENTION}
+    layers_with_scores |= {
+        number for number, layer in enumerate(config.layers) if getattr(layer.mixer, "is_capped", False)
+    }
+    n_pairs = ids.numel() * ids.shape[-1] * config.axis_sizes.get("head", 0)
+    return token_bytes + len(ATTENTION) * len(layers_with_scores) * n_pairs * itemsize

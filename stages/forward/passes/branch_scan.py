@@ -30,7 +30,7 @@ __all__ = ["scan_branches"]
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive positions of one branch."""
+    """Consecutive positions that one branch computes in a recurrent layer."""
 
     branch: int
     """Index of the branch."""
@@ -39,7 +39,7 @@ class Stretch:
     stop: int
     """Position after the last one."""
     token: int
-    """Index of the first position's token in the row."""
+    """Index in the row of the token at position `start`."""
 
 
 def scan_branches(
@@ -52,23 +52,24 @@ def scan_branches(
     hooks: str,
     room: int,
 ) -> Tensor:
-    """Run one layer's recurrence over all branches.
+    """Run one layer's recurrence over the tokens of all branches, each from the state of its parent.
 
     Arguments:
         forest: branches of the sweep.
-        row: tokens of the row.
-        taps: hook points of the branches.
+        row: which branch and position each token belongs to.
+        taps: captures and interventions of the branches.
         layer: layer index.
         recurrence: the recurrence of the layer.
-        tokens: its inputs by name, each [1, H, token, width].
+        tokens: inputs of the recurrence by name, each [1, H, token, width].
         hooks: prefix of its hook points, e.g. "rwkv".
         room: bytes that states may take.
 
     Returns:
-        What each token reads, [1, H, token, V].
+        What each token reads from its state, [1, H, token, V].
     """
-    stretches = _stretches(forest, row, layer)
+    stretches = _stretches_in(forest, row, layer)
     scan = _Scan(forest, row, stretches, taps, layer, recurrence, tokens, hooks)
+    # Parents before children, which continue from states of their parents.
     for depth in sorted({int(forest.depth[stretch.branch]) for stretch in stretches}):
         level = [stretch for stretch in stretches if forest.depth[stretch.branch] == depth]
         at_once = max(1, room // scan.bytes_of_a_row)
@@ -78,7 +79,7 @@ def scan_branches(
     return scan.read[None].transpose(1, 2)
 
 
-def _stretches(forest: Forest, row: Row, layer: int) -> list[Stretch]:
+def _stretches_in(forest: Forest, row: Row, layer: int) -> list[Stretch]:
     stretches = []
     for number, positions in row.held.items():
         if not forest.branches[number].is_needed(layer, inside=True):
@@ -93,7 +94,7 @@ def _stretches(forest: Forest, row: Row, layer: int) -> list[Stretch]:
 
 
 class _Scan:
-    """The recurrence of one layer during a sweep."""
+    """The recurrence of one layer over the tokens of all branches."""
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class _Scan:
         self._sequence, self._last = f"{hooks}_state_seq", f"{hooks}_state"
         self._device = tokens["v"].device
         self._changed_at = {
-            branch: self._positions_of(branch, changes)
+            branch: self._changed_positions(branch, changes)
             for branch, changes in taps.changes_of_states(layer, self._sequence).items()
         }
         """Positions of each branch after which an intervention changes the state."""
@@ -119,10 +120,11 @@ class _Scan:
         """Token -> state after its interventions, where captured or needed by a later stretch."""
         self._unchanged: dict[int, Tensor] = {}
         """State after a captured token, before interventions."""
-        self._shown = self._tokens_shown()
+        self._captured_tokens = self._tokens_captured()
         self._watched = np.zeros(len(row), bool)
-        """[token], whether its state is captured, or handed on to a stretch that begins after it."""
-        self._watched[[*self._shown, *(self._token_before(s) for s in stretches if s.start)]] = True
+        """[token], whether its state is captured, or needed by a stretch that begins after it."""
+        tokens_before = [self._token_before(stretch) for stretch in stretches if stretch.start]
+        self._watched[[*self._captured_tokens, *tokens_before]] = True
         self.read = tokens["v"].new_empty(0)
         """What each token reads, [token, H, V]; allocated by the first piece, which knows the width."""
 
@@ -130,23 +132,24 @@ class _Scan:
     def bytes_of_a_row(self) -> int:
         """Bytes of the states of one stretch: old, new and temporary ones, in float32."""
         k, v = self._tokens["k"], self._tokens["v"]
-        return 4 * 4 * k.shape[1] * max(k.shape[-1], 3) * v.shape[-1]
+        float32_bytes, n_states = 4, 4
+        return float32_bytes * n_states * k.shape[1] * max(k.shape[-1], 3) * v.shape[-1]
 
     def advance(self, stretches: Sequence[Stretch]) -> None:
-        """Run stretches of one level to their ends."""
+        """Run stretches of branches of one level of the tree, together and to their ends."""
         states: dict[Stretch, Tensor | None] = {}
         for begin, end in self._pieces(stretches):
             rows = [stretch for stretch in stretches if stretch.start <= begin < stretch.stop]
             for stretch in rows:
                 if stretch.start == begin:
-                    states[stretch] = self._entering(stretch)
-            self._piece(rows, begin, end, states)
+                    states[stretch] = self._state_before(stretch)
+            self._run_piece(rows, begin, end, states)
             for stretch in rows:
                 if stretch.stop == end:
                     del states[stretch]
 
-    def _entering(self, stretch: Stretch) -> Tensor | None:
-        """Recurrent state before a stretch; None at position 0."""
+    def _state_before(self, stretch: Stretch) -> Tensor | None:
+        """Recurrent state before a stretch, which its parent computed; None at position 0."""
         if stretch.start == 0:
             return None
         return self._kept[self._token_before(stretch)]
@@ -161,10 +164,12 @@ class _Scan:
             watched = self._watched[stretch.token : stretch.token + stretch.stop - stretch.start]
             cuts.update((stretch.start, stretch.stop), (stretch.start + 1 + np.flatnonzero(watched)).tolist())
             changed = self._changed_at.get(stretch.branch, ())
-            cuts.update(p + side for p in changed if stretch.start <= p < stretch.stop for side in (0, 1))
+            changed_inside = [position for position in changed if stretch.start <= position < stretch.stop]
+            # Before and after, so that a changed position is a piece of its own.
+            cuts.update(changed_inside, (position + 1 for position in changed_inside))
         return pairwise(sorted(cuts))
 
-    def _positions_of(self, branch: int, changes: Sequence[Intervention]) -> set[int]:
+    def _changed_positions(self, branch: int, changes: Sequence[Intervention]) -> set[int]:
         length = self._forest.branches[branch].length
         positions: set[int] = set()
         for change in changes:
@@ -172,28 +177,29 @@ class _Scan:
             positions.update(range(length) if touched is None else touched)
         return positions
 
-    def _piece(
+    def _run_piece(
         self, rows: Sequence[Stretch], begin: int, end: int, states: dict[Stretch, Tensor | None]
     ) -> None:
+        """Run positions [begin, end) of some stretches in one call, and update the state of each."""
         if not rows:
             return
         first_tokens = np.array([stretch.token + begin - stretch.start for stretch in rows])
-        places = torch.from_numpy(first_tokens[:, None] + np.arange(end - begin)).to(self._device)
-        part = {name: x[0][:, places].transpose(0, 1) for name, x in self._tokens.items()}
+        indices = torch.from_numpy(first_tokens[:, None] + np.arange(end - begin)).to(self._device)
+        inputs = {name: x[0][:, indices].transpose(0, 1) for name, x in self._tokens.items()}
         row_states = [states[stretch] for stretch in rows]
         before = None if begin == 0 else torch.stack([state for state in row_states if state is not None])
-        read, after = self._recurrence(part, before)
+        read, after = self._recurrence(inputs, before)
         if self._changed_at:
-            read, after = self._changed(rows, begin, end, part, before, read, after)
+            read, after = self._with_interventions(rows, begin, end, inputs, before, read, after)
         if not self.read.numel():
             self.read = read.new_zeros(len(self._row), read.shape[1], read.shape[3])
-        self.read[places] = read.transpose(1, 2)
+        self.read[indices] = read.transpose(1, 2)
         for number, stretch in enumerate(rows):
             states[stretch] = after[number]
             if self._watched[token := int(first_tokens[number]) + end - begin - 1]:
                 self._kept[token] = after[number]
 
-    def _changed(
+    def _with_interventions(
         self,
         rows: Sequence[Stretch],
         begin: int,
@@ -210,7 +216,7 @@ class _Scan:
         new = after
         for number, stretch in enumerate(rows):
             token = stretch.token + end - 1 - stretch.start
-            if token in self._shown:
+            if token in self._captured_tokens:
                 self._unchanged[token] = after[number]
             if end - begin == 1 and begin in self._changed_at.get(stretch.branch, ()):
                 changed = self._taps.changed_state(
@@ -225,8 +231,8 @@ class _Scan:
 
     # -- captures
 
-    def _tokens_shown(self) -> set[int]:
-        """Tokens whose state some branch captures, those of its ancestors included."""
+    def _tokens_captured(self) -> set[int]:
+        """Tokens whose state some branch captures, including tokens of its ancestors."""
         tokens: set[int] = set()
         for number in self._taps.readers(self._layer, self._sequence):
             tokens.update(self._row.where[number, : self._forest.branches[number].length].tolist())
@@ -235,7 +241,7 @@ class _Scan:
         return tokens
 
     def hand_over(self) -> None:
-        """Give branches the states and attention matrices that they capture."""
+        """Store the states and attention matrices that each branch captures."""
         taps, layer = self._taps, self._layer
         for number in taps.readers(layer, self._sequence):
             tokens = self._tokens_of(number).tolist()
@@ -246,9 +252,9 @@ class _Scan:
             state = self._kept[int(self._tokens_of(number)[-1])][None]
             taps.give(number, self._last, layer, state, state)
         names = f"{self._hooks}_alpha_raw", f"{self._hooks}_effective_attn"
-        for number in sorted({n for name in names for n in taps.readers(layer, name)}):
-            places = torch.from_numpy(self._tokens_of(number)).to(self._device)
-            alpha = self._recurrence.weights({name: x[:, :, places] for name, x in self._tokens.items()})
+        for number in sorted({reader for name in names for reader in taps.readers(layer, name)}):
+            indices = torch.from_numpy(self._tokens_of(number)).to(self._device)
+            alpha = self._recurrence.weights({name: x[:, :, indices] for name, x in self._tokens.items()})
             for name, value in zip(names, (alpha, effective_attention(alpha)), strict=True):
                 taps.give(number, name, layer, value, value)
 

@@ -31,7 +31,7 @@ CROSS = tuple(f"cross_{kind}" for kind in ATTENTION)
 
 
 class BranchTaps:
-    """Taps that the loop over layers calls while it computes a row of branches."""
+    """Captures and interventions of many branches, whose tokens are computed side by side."""
 
     def __init__(self, forest: Forest, ending: Collection[Branch]) -> None:
         """Collect captures and interventions of all branches.
@@ -72,20 +72,20 @@ class BranchTaps:
             number = int(self._forest.parent[number])
         return lineage
 
-    # -- a slot of the sweep
+    # -- a slot of the sweep: one layer with the stream that enters it
 
     def begin(self, row: Row, kept: Row, *, is_last: bool) -> None:
-        """Start a slot.
+        """Start a layer.
 
         Arguments:
-            row: tokens that enter it.
+            row: tokens that enter the layer.
             kept: tokens whose output of the layer is needed.
-            is_last: whether only the stream that enters it is needed, so that the pass ends there.
+            is_last: whether only the stream that enters is needed, so that the pass ends there.
         """
         self._row, self._kept, self._is_last = row, kept, is_last
 
     def unmoved(self) -> list[int]:
-        """Branches whose interventions so far changed no value; called once per slot.
+        """Branches (by number) whose interventions so far changed no value; called once per layer.
 
         Empty where gradients are recorded: there an intervention counts even without changing the value.
         """
@@ -93,13 +93,17 @@ class BranchTaps:
             return []
         numbers = list(self._moved)
         # One transfer from the device for all branches.
-        moved = torch.stack([torch.stack(self._moved[n]).any() for n in numbers]).tolist()
-        return [n for n, has_moved in zip(numbers, moved, strict=True) if not has_moved]
+        moved = torch.stack([torch.stack(self._moved[number]).any() for number in numbers]).tolist()
+        return [number for number, has_moved in zip(numbers, moved, strict=True) if not has_moved]
 
     # -- calls of the loop over layers
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """The value to continue with at a hook point, [1, token, ...] or [1, head, token, ...]."""
+        """Capture or change the value x, [1, token, ...] or [1, head, token, ...], of each branch's tokens.
+
+        Returns:
+            The value to continue with.
+        """
         if (kind, layer) in self._touched:
             # Inside a layer, the tokens whose output nobody needs are dropped once keys and values are
             # computed.
@@ -133,7 +137,7 @@ class BranchTaps:
         return branch in self._reading[layer]
 
     def of_group(self, group: AttentionGroup, kept: Row, layer: int, room: str = "") -> GroupTaps:
-        """Taps for one attention call.
+        """Captures and interventions of the branches in one attention call.
 
         Arguments:
             group: branches of the call.
@@ -153,15 +157,15 @@ class BranchTaps:
         for (kind, when), table in self._attention.items():
             for number in self._captures[kind, layer, when]:
                 length = self._forest.branches[number].length
-                rows = table[torch.from_numpy(kept.where[number, :length]).to(table.device)]
-                value = rows[..., :length].transpose(0, 1)[None]
-                self._keep(number, kind, layer, when, value.contiguous())
+                query_rows = table[torch.from_numpy(kept.where[number, :length]).to(table.device)]
+                value = query_rows[..., :length].transpose(0, 1)[None]
+                self._store_capture(number, kind, layer, when, value.contiguous())
         self._attention.clear()
 
     # -- states of recurrences
 
     def changes_of_states(self, layer: int, kind: str) -> dict[int, list[Intervention]]:
-        """Branch -> its interventions on the states of a layer, in order.
+        """Branch (by number) -> its interventions on the recurrent states of a layer, in order.
 
         Arguments:
             layer: layer index.
@@ -190,7 +194,7 @@ class BranchTaps:
         return new.squeeze(2)
 
     def readers(self, layer: int, kind: str) -> list[int]:
-        """Branches that capture a point, before or after its interventions.
+        """Branches (by number, ascending) that capture a hook point, before or after its interventions.
 
         Arguments:
             layer: layer index.
@@ -211,12 +215,13 @@ class BranchTaps:
         """
         for when, value in (("before", before), ("after", after)):
             if number in self._captures.get((kind, layer, when), ()):
-                self._keep(number, kind, layer, when, value)
+                self._store_capture(number, kind, layer, when, value)
 
     # -- applying and capturing
 
     def _visit(self, kind: str, layer: int | None, x: Tensor, row: Row) -> Tensor:
-        self._read(kind, layer, "before", x, row)
+        """Capture x, apply each branch's interventions to its own tokens, and capture the result."""
+        self._capture(kind, layer, "before", x, row)
         changes = self._changes.get((kind, layer), ())
         if changes and torch.is_grad_enabled():
             # Autograd needs the old values: without a copy they would be overwritten in place.
@@ -229,7 +234,7 @@ class BranchTaps:
             new = change.applied(part, HookPoint(kind, layer), None, row.part(number, branch.length))
             self.note(number, new, part)
             x[..., tokens, :] = new
-        self._read(kind, layer, "after", x, row)
+        self._capture(kind, layer, "after", x, row)
         return x
 
     def note(self, number: int, new: Tensor, old: Tensor) -> None:
@@ -242,18 +247,19 @@ class BranchTaps:
         """
         self._moved[number].append((new != old).any())
 
-    def _read(self, kind: str, layer: int | None, when: str, x: Tensor, row: Row) -> None:
+    def _capture(self, kind: str, layer: int | None, when: str, x: Tensor, row: Row) -> None:
+        """Gather the captured value of each branch from its own tokens and its ancestors'."""
         for number in self._captures.get((kind, layer, when), ()):
             length = self._forest.branches[number].length
             tokens = torch.from_numpy(row.where[number, :length]).to(x.device)
-            self._keep(number, kind, layer, when, x.index_select(-2, tokens))
+            self._store_capture(number, kind, layer, when, x.index_select(-2, tokens))
 
-    def _keep(self, number: int, kind: str, layer: int | None, when: Any, value: Tensor) -> None:
+    def _store_capture(self, number: int, kind: str, layer: int | None, when: Any, value: Tensor) -> None:
         self.captured[number][Capture(HookPoint(kind, layer), when)] = value
 
 
 class GroupTaps:
-    """Taps of one attention call: [row, head, query, key] with a row per branch, queries padded."""
+    """Captures and interventions of one attention call, [row, head, query, key], with one branch per row."""
 
     def __init__(
         self, taps: BranchTaps, group: AttentionGroup, kept: Row, layer: int, room: str = ""
@@ -279,22 +285,26 @@ class GroupTaps:
             self._changes[kind] = by_branch
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """The value to continue with, changed row by row; in place unless gradients are recorded."""
+        """Capture or change scores or patterns, branch by branch, and return the value to continue with.
+
+        They are changed in place unless gradients are recorded.
+        """
         kind = self._room + kind
-        self._read(kind, "before", x)
+        self._capture(kind, "before", x)
         if any(self._changes[kind].values()):
             x = x.clone() if torch.is_grad_enabled() else x
-            for row, (number, count, length) in enumerate(self._members()):
-                changes = [c for c in self._changes[kind].get(number, ()) if not c.cuts_edges]
+            for row, (number, n_queries, length) in enumerate(self._members()):
+                # Cut edges are a mask, which attention applies before.
+                changes = [change for change in self._changes[kind].get(number, ()) if not change.cuts_edges]
                 for change in changes:
-                    part = x[row : row + 1, :, :count, :length]
+                    part = x[row : row + 1, :, :n_queries, :length]
                     visible = allowed if allowed is None or allowed.ndim == 2 else allowed[row]
-                    visible = None if visible is None else visible[..., :count, :length]
+                    visible = None if visible is None else visible[..., :n_queries, :length]
                     subset = self._kept.part(number, length)
                     new = change.applied(part, HookPoint(kind, layer), visible, subset)
                     self._taps.note(number, new, part)
-                    x[row : row + 1, :, :count, :length] = new
-        self._read(kind, "after", x)
+                    x[row : row + 1, :, :n_queries, :length] = new
+        self._capture(kind, "after", x)
         return x
 
     def captures(self, layer: int | None, *kinds: str) -> bool:
@@ -303,7 +313,7 @@ class GroupTaps:
         return is_read and self._taps.captures(layer, *(self._room + kind for kind in kinds))
 
     def changes_attention(self, layer: int) -> bool:
-        """Whether scores or patterns are changed by more than cutting edges (which is only a mask)."""
+        """Whether an intervention changes scores or patterns, other than by a mask that cuts edges."""
         return any(
             not change.cuts_edges
             for by_branch in self._changes.values()
@@ -312,10 +322,9 @@ class GroupTaps:
         )
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
-        """Bool [row, head, query, key], True at edges that are cut; None if none are.
-        See `AttentionTaps.cut`."""
+        """Bool [row, head, query, key], True at attention edges that are cut; None if none are."""
         cut_edges: Tensor | None = None
-        for row, (number, count, length) in enumerate(self._members()):
+        for row, (number, n_queries, length) in enumerate(self._members()):
             masks = [
                 change.cut(heads, length, length, device)
                 for kind in (f"{self._room}scores", f"{self._room}attn_scores")
@@ -328,7 +337,7 @@ class GroupTaps:
                 rows = len(self._group.branches)
                 cut_edges = torch.zeros(rows, heads, queries, keys, dtype=torch.bool, device=device)
             positions = torch.from_numpy(self._kept.held[number]).to(device)
-            cut_edges[row, :, :count, :length] = reduce(or_, masks)[:, positions]
+            cut_edges[row, :, :n_queries, :length] = reduce(or_, masks)[:, positions]
             # A cut always counts as a change: whether weights differ shows only after the softmax.
             self._taps._moved[number].append(cut_edges.new_ones(()))
         return cut_edges
@@ -338,7 +347,8 @@ class GroupTaps:
         group = self._group
         return list(zip(group.branches, group.counts, group.lengths, strict=True))
 
-    def _read(self, kind: str, when: str, x: Tensor) -> None:
+    def _capture(self, kind: str, when: str, x: Tensor) -> None:
+        """Copy scores or patterns into a table [token, head, key] of all branches, where any is captured."""
         if not self._taps._captures.get((kind, self._layer, when)):
             return
         longest = self._taps._forest.longest
@@ -346,6 +356,6 @@ class GroupTaps:
             shape = (len(self._kept), x.shape[1], longest)
             self._taps._attention[kind, when] = x.new_zeros(shape)
         table = self._taps._attention[kind, when]
-        for row, (number, count, length) in enumerate(self._members()):
-            part = x[row, :, :count, :length].transpose(0, 1)
+        for row, (number, n_queries, length) in enumerate(self._members()):
+            part = x[row, :, :n_queries, :length].transpose(0, 1)
             table[self._kept.slices[number], :, :length] = part

@@ -43,7 +43,7 @@ ENTERS = ("embed", "resid_post")
 
 @dataclass(frozen=True)
 class Wanted:
-    """A run, with prompt and spec resolved against a model."""
+    """A run whose prompt is tokenised, and whose hook points are those of a model."""
 
     tokens: tuple[int, ...]
     """Token ids of the prompt."""
@@ -64,7 +64,10 @@ class Wanted:
 
 @dataclass(eq=False)
 class Branch:
-    """Runs with the same interventions, and what they compute beyond their parent."""
+    """Node in a tree of runs: runs on one prompt with the same interventions.
+
+    It computes only what can differ from its parent, whose interventions are the first of its own.
+    """
 
     tokens: tuple[int, ...]
     """Token ids of the prompt."""
@@ -73,7 +76,7 @@ class Branch:
     changes: tuple[PlacedIntervention, ...]
     """All interventions in execution order."""
     shared: int
-    """Number of leading interventions that the parent has as well."""
+    """Number of first interventions in `changes` that the parent has as well."""
     architecture: Architecture
     """Architecture of the model."""
     runs: list[int] = field(default_factory=list)
@@ -83,12 +86,13 @@ class Branch:
     logits: Positions = field(default_factory=lambda: np.zeros(0, np.int64))
     """Positions whose logits this branch or a descendant needs."""
     last: tuple[int, bool] = (-1, False)
-    """(slot, whether the layer itself or only the stream that enters it): the last that anybody needs."""
+    """Last slot (layer with the stream that enters it) that the branch or a descendant needs, and whether the
+    layer itself is needed or only the stream that enters it."""
     whole: bool = False
     """Whether the last layer must compute every position, because its activations are captured or an
     intervention reads all of them."""
     widened: bool = False
-    """Whether it computes positions that cannot differ, because raw scores are captured."""
+    """Whether the branch computes positions that cannot differ, because raw scores are captured."""
 
     def __post_init__(self) -> None:
         length, slots = len(self.tokens), self.n_layers + 1
@@ -96,7 +100,7 @@ class Branch:
         placed = [(slot_of(point, self.n_layers), point, change) for point, change in self.changes]
         changes = placed[self.shared :]
         self.start = 0 if self.parent is None else min(slot for slot, _, _ in changes)
-        """Slot in which it leaves its parent."""
+        """Slot in which the branch begins to differ from its parent."""
         # In that slot it applies its parent's interventions again, so it needs every position that they read.
         repeated = [
             (slot, point, change)
@@ -135,48 +139,51 @@ class Branch:
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return len(self.tokens)
 
     def held(self, slot: int) -> Positions:
-        """Positions that it computes itself in a slot, ascending."""
+        """Positions that the branch computes itself in a slot (layer), ascending."""
         positions = self._reach[slot]
-        return self._wanted_of(positions) if slot == self.n_layers else positions
+        return self._with_logits_only(positions) if slot == self.n_layers else positions
 
     def kept(self, slot: int) -> Positions:
-        """Subset of `held` whose layer output is needed; the other positions only provide keys and values."""
+        """Positions whose output of a layer is needed, ascending.
+
+        The other positions of `held` only provide keys and values.
+        """
         positions = self._reach[slot]
-        return self._wanted_of(positions) if slot == self.n_layers - 1 else positions
+        return self._with_logits_only(positions) if slot == self.n_layers - 1 else positions
 
     def hold_all(self, slot: int) -> None:
-        """Compute every position in a slot, even those that cannot differ."""
+        """Make the branch compute every position in a slot (layer), even positions that cannot differ."""
         self._reach[slot] = np.arange(self.length)
         self.widened = True
 
-    def _wanted_of(self, positions: Positions) -> Positions:
+    def _with_logits_only(self, positions: Positions) -> Positions:
         return positions if self.whole else np.intersect1d(positions, self.logits)
 
     def is_needed(self, slot: int, *, inside: bool) -> bool:
-        """Whether the branch has tokens in a slot: in the entering stream, or inside the layer (`inside`).
+        """Whether the branch computes anything in a slot (a layer with the stream that enters it).
 
         Arguments:
             slot: index of the slot.
-            inside: whether the layer itself is asked about, instead of the stream that enters it.
+            inside: whether the layer itself is meant, instead of the stream that enters it.
         """
         return self.start <= slot and self.last >= (slot, inside)
 
     def ends_changing(self, slot: int) -> bool:
-        """Whether every intervention of the branch has been applied at the end of a slot."""
+        """Whether every intervention of the branch has been applied at the end of a slot (layer)."""
         return all(slot_of(point, self.n_layers) <= slot for point, _ in self.changes)
 
     def positions_computed(self) -> int:
-        """Cost in layer-positions: computed positions summed over layers."""
+        """Cost of the branch: number of positions that it computes, summed over layers."""
         layers = (slot for slot in range(self.n_layers) if self.is_needed(slot, inside=True))
         return sum(len(self.held(slot)) for slot in layers)
 
 
 def slot_of(point: HookPoint, n_layers: int) -> int:
-    """The slot in which a hook point lies.
+    """Slot of a hook point: slot l is layer l with the stream that enters it, the last one the final norm.
 
     Arguments:
         point: the hook point.
@@ -188,37 +195,40 @@ def slot_of(point: HookPoint, n_layers: int) -> int:
 
 
 def grow(wanted: Sequence[Wanted], architecture: Architecture) -> list[Branch]:
-    """The branches of all runs: parents before children, prompts in order of first appearance.
+    """Arrange runs as trees, one per prompt, in which runs with equal first interventions share a branch.
 
     Arguments:
         wanted: runs of a plan.
         architecture: architecture of the model.
+
+    Returns:
+        All branches: parents before children, prompts in order of first appearance.
     """
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for index, run in enumerate(wanted):
         by_prompt.setdefault(run.tokens, []).append(index)
     branches: list[Branch] = []
     for tokens, indices in by_prompt.items():
-        lists = {i: _ordered(wanted[i].spec) for i in indices}
+        lists = {i: _in_execution_order(wanted[i].spec) for i in indices}
         # Names are cached per prompt, since many runs share intervention objects.
         names = _Names()
         if not architecture.shares_prefixes:
-            branches += _roots(tokens, lists, names, architecture)
+            branches += _unshared_branches(tokens, lists, names, architecture)
             continue
-        _grow(Branch(tokens, None, (), 0, architecture), indices, 0, lists, names, branches)
+        _grow_subtree(Branch(tokens, None, (), 0, architecture), indices, 0, lists, names, branches)
     # Children first: each adds its needs to its parent.
     for branch in reversed(branches):
-        _settle(branch, wanted)
+        _collect_needs(branch, wanted)
     return branches
 
 
-def _roots(
+def _unshared_branches(
     tokens: tuple[int, ...],
     lists: dict[int, tuple[PlacedIntervention, ...]],
     names: _Names,
     architecture: Architecture,
 ) -> list[Branch]:
-    """One root per set of interventions, for models in which no layer can be shared (the bridge)."""
+    """One branch without parent per set of interventions, for models that transformers runs as a whole."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for index, changes in lists.items():
         groups.setdefault(tuple(names.of(change) for change in changes), []).append(index)
@@ -227,7 +237,7 @@ def _roots(
     ]
 
 
-def _grow(
+def _grow_subtree(
     branch: Branch,
     indices: Sequence[int],
     depth: int,
@@ -235,7 +245,16 @@ def _grow(
     names: _Names,
     branches: list[Branch],
 ) -> None:
-    """Build the subtree of runs that share the first `depth` interventions, which the branch applies."""
+    """Append a branch, and the branches below it, to the list of branches.
+
+    Arguments:
+        branch: branch that applies the first `depth` interventions of the runs.
+        indices: the runs, which share these interventions.
+        depth: number of interventions that the branch applies.
+        lists: run -> its interventions in execution order.
+        names: names by which interventions are compared.
+        branches: list to which branches are appended, parents before children.
+    """
     branch.runs = [i for i in indices if len(lists[i]) == depth]
     groups: dict[Any, list[int]] = {}
     for i in indices:
@@ -244,38 +263,41 @@ def _grow(
     if not branch.runs and len(groups) == 1 and branch.parent is None:
         # No run is without interventions: the common ones are the root.
         (members,) = groups.values()
-        common = _common(members, depth, lists, names)
-        root = Branch(branch.tokens, None, lists[members[0]][:common], 0, branch.architecture)
-        _grow(root, members, common, lists, names, branches)
+        n_shared = _n_shared(members, depth, lists, names)
+        root = Branch(branch.tokens, None, lists[members[0]][:n_shared], 0, branch.architecture)
+        _grow_subtree(root, members, n_shared, lists, names, branches)
         return
     branches.append(branch)
     for members in groups.values():
-        common = _common(members, depth, lists, names)
-        child = Branch(branch.tokens, branch, lists[members[0]][:common], depth, branch.architecture)
-        _grow(child, members, common, lists, names, branches)
+        n_shared = _n_shared(members, depth, lists, names)
+        child = Branch(branch.tokens, branch, lists[members[0]][:n_shared], depth, branch.architecture)
+        _grow_subtree(child, members, n_shared, lists, names, branches)
 
 
-def _common(
+def _n_shared(
     members: Sequence[int], depth: int, lists: dict[int, tuple[PlacedIntervention, ...]], names: _Names
 ) -> int:
-    """Number of leading interventions that all these runs share; known to be more than `depth`."""
-    common = min(len(lists[i]) for i in members)
+    """Number of first interventions that some runs share; known to be more than `depth`."""
+    shortest = min(len(lists[i]) for i in members)
     if len(members) == 1:
-        return common
-    for at in range(depth, common):
-        if len({names.of(lists[i][at]) for i in members}) > 1:
-            return at
-    return common
+        return shortest
+    for number in range(depth, shortest):
+        if len({names.of(lists[i][number]) for i in members}) > 1:
+            return number
+    return shortest
 
 
-def _ordered(spec: BoundSpec) -> tuple[PlacedIntervention, ...]:
+def _in_execution_order(spec: BoundSpec) -> tuple[PlacedIntervention, ...]:
     """Interventions in execution order; those at one point stay in the order of registration."""
     # `sorted` is stable, which keeps the order of registration at one point.
     return tuple(sorted(spec.interventions, key=lambda change: change[0].order))
 
 
-def _settle(branch: Branch, wanted: Sequence[Wanted]) -> None:
-    """Collect captures and logits that a branch must compute; children must be settled before parents."""
+def _collect_needs(branch: Branch, wanted: Sequence[Wanted]) -> None:
+    """Set what a branch must compute for its runs, and add it to the needs of its parent.
+
+    Called for children before their parents.
+    """
     captures: dict[Capture, None] = {}
     logits = set(branch.logits.tolist())
     for index in branch.runs:
@@ -290,7 +312,7 @@ def _settle(branch: Branch, wanted: Sequence[Wanted]) -> None:
         # Without a causal mask a branch computes every position anyway.
         is_whole = branch.architecture.looks_ahead and branch.architecture.target_start is None
         if capture.point.kind in ("scores", "cross_scores") and not is_whole:
-            _widen_scores(branch, slot)
+            _compute_all_positions(branch, slot)
         branch.whole |= (slot, capture.point.kind not in ENTERS) > (branch.n_layers - 1, False)
     branch.whole |= any(
         change.needs_all_positions and slot_of(point, branch.n_layers) >= branch.n_layers - 1
@@ -305,8 +327,8 @@ def _settle(branch: Branch, wanted: Sequence[Wanted]) -> None:
         parent.logits = np.union1d(parent.logits, branch.logits)
 
 
-def _widen_scores(branch: Branch, slot: int) -> None:
-    """Compute every position in a slot, because raw scores of early queries and later keys are captured.
+def _compute_all_positions(branch: Branch, slot: int) -> None:
+    """Make a branch compute every position of a layer, because raw scores of later keys are captured there.
 
     Scores before the mask are the only captured values that depend on later positions. A branch that has not
     left its parent in this slot reads the parent's scores.
@@ -317,7 +339,7 @@ def _widen_scores(branch: Branch, slot: int) -> None:
 
 
 class _Names:
-    """Canonical names of interventions at hook points, equal where the interventions are equal."""
+    """Names of interventions at hook points, by which runs are compared: equal interventions, equal names."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[PlacedIntervention, str]] = {}

@@ -25,7 +25,7 @@ __all__ = ["Passes", "passes_over"]
 
 
 class Passes(Protocol):
-    """Passes over a network."""
+    """How forward passes run over a network, whatever computes its layers."""
 
     def forward(
         self, ids: Tensor, taps: PassTaps, want: Logits | None, order: Sequence[int] | None = None
@@ -34,7 +34,7 @@ class Passes(Protocol):
 
         Arguments:
             ids: token ids, int [B, S].
-            taps: hook points of the pass; with ``stop_early`` they end it after the last capture.
+            taps: called at every hook point; with ``stop_early`` they end the pass after the last capture.
             want: which logits to compute; None for none.
             order: layers in execution order; None for each layer once.
 
@@ -44,12 +44,12 @@ class Passes(Protocol):
         ...
 
     def read_on(self, rows: Sequence[Sequence[int]], cache: Cache, taps: PassTaps) -> Tensor:
-        """Extend a batch of sequences by tokens that the cache does not hold yet.
+        """Compute the tokens of sequences that the cache lacks, and return the next-token logits.
 
         Arguments:
             rows: token ids of whole sequences, all of one length.
             cache: keys, values and states of the positions computed so far; extended in place.
-            taps: hook points of the new positions.
+            taps: called at every hook point of the new positions, to capture or change the value there.
 
         Returns:
             Next-token logits [B, vocab] at the last position.
@@ -60,18 +60,18 @@ class Passes(Protocol):
         """Compute the runs that end in one block of a plan.
 
         Arguments:
-            block: branches that share the sweep.
+            block: branches of the runs, which share one pass over the layers.
             wanted: all runs of the plan.
-            room: bytes that may be allocated beside the row of tokens.
+            room: bytes that may be allocated beside the activations of the tokens.
 
         Yields:
-            Index, logits and captures of each run.
+            (index of a run, its logits [1, positions, tokens] or None, its captures).
         """
         ...
 
 
 class LayeredPasses:
-    """Passes over a network that computes layer by layer, by the loop in networks/loop.py."""
+    """Forward passes over a network that mizarr runs layer by layer (networks/loop.py)."""
 
     def __init__(self, network: Network) -> None:
         self.forward = partial(forward, network)
@@ -84,5 +84,5 @@ DRIVERS: dict[str, Callable[[Any], Passes]] = {"bridge": WholePasses}
 
 
 def passes_over(network: Network) -> Passes:
-    """The driver of a network."""
+    """How forward passes run over a network: layer by layer, or as a whole through transformers."""
     return DRIVERS.get(network.config.kind, LayeredPasses)(network)

@@ -19,13 +19,13 @@ from .branches import Branch
 
 
 class Forest:
-    """The branches of a sweep, parents before children.
+    """The branches (runs with equal interventions) that are computed together, parents before children.
 
     Attributes:
         branches: the branches.
-        parent: int [branch], index of each branch's parent; -1 for roots.
-        depth: int [branch], number of ancestors.
-        longest: positions of the longest prompt.
+        parent: int [branch], index of each branch's parent; -1 without parent.
+        depth: int [branch], number of ancestors of each branch.
+        longest: number of tokens of the longest prompt.
     """
 
     def __init__(self, branches: Sequence[Branch]) -> None:
@@ -41,7 +41,9 @@ class Forest:
 
 
 class Row:
-    """Layout of a row: branch and position of each token, and a token index for every branch position.
+    """Layout of the tokens of many branches side by side on one axis.
+
+    It knows branch and position of each token, and the token for each branch and position.
 
     Attributes:
         held: branch -> positions that it computes, ascending.
@@ -80,18 +82,18 @@ class Row:
         return len(self.position)
 
     def part(self, branch: int, length: int) -> PositionSubset:
-        """Positions of a branch that the row has, of a prompt of `length` tokens.
+        """The positions that a branch computes, as interventions need them.
 
         Arguments:
             branch: index of the branch.
-            length: tokens of its prompt.
+            length: number of tokens of its prompt.
         """
         return PositionSubset(self.held[branch], length)
 
 
 @dataclass(frozen=True)
 class AttentionGroup:
-    """Branches whose queries share one attention call."""
+    """Branches whose queries share one attention call, one branch per row."""
 
     branches: list[int]
     """[row] -> branch."""
@@ -107,7 +109,7 @@ class AttentionGroup:
     """[row] -> tokens of the prompt."""
 
     def with_keys(self, count: int) -> AttentionGroup:
-        """The group with `count` keys per row; the added ones lie past every prompt and are masked."""
+        """A copy with `count` keys per row; the added keys lie past every prompt and are masked."""
         missing = count - self.keys.shape[1]
         return replace(self, keys=np.pad(self.keys, ((0, 0), (0, missing)))) if missing else self
 

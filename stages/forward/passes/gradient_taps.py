@@ -31,28 +31,32 @@ __all__ = ["GradientTaps", "WatchedPlace"]
 
 @dataclass(frozen=True)
 class WatchedPlace:
-    """Graph nodes at which one gradient is captured."""
+    """Nodes of autograd's graph at which the gradient of one captured activation is read."""
 
     shape: torch.Size
-    """Shape of the value; of recurrent states, of one position."""
+    """Shape of the activation; for recurrent states, the shape at one position."""
     dtype: torch.dtype
-    """Dtype of the value."""
+    """Dtype of the activation."""
     device: torch.device
-    """Device of the value."""
+    """Device of the activation."""
     is_by_position: bool
-    """Whether there is a node per position (recurrent states), to be stacked on axis 2."""
+    """Whether there is one node per position (recurrent states), to be stacked on axis 2."""
     edges: list[GradientEdge] = field(default_factory=list)
     """One node, or one per position."""
 
     def gradient(self, parts: Sequence[Tensor | None]) -> Tensor:
-        """Stack gradients at the nodes; None (no path to the metric) becomes zeros."""
+        """Combine the gradients at the nodes into one tensor.
+
+        Arguments:
+            parts: gradient at each node; None, where the metric does not depend on it, becomes zeros.
+        """
         zeros = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         gradients = [zeros if part is None else part for part in parts]
         return torch.stack(gradients, 2) if self.is_by_position else gradients[0]
 
 
 class GradientTaps:
-    """`PassTaps` of a bound spec whose gradients are wanted."""
+    """Captures, interventions and gradient captures of a bound HookSpec, called at every hook point."""
 
     def __init__(self, spec: BoundSpec, sink: Sink, dropped: int | None = None) -> None:
         """Prepare a pass.
@@ -64,15 +68,18 @@ class GradientTaps:
         """
         plain = tuple(capture for capture in spec.captures if not capture.is_gradient)
         # Detached: a capture that is part of the graph would keep all of it in memory.
-        self._run = RunTaps(replace(spec, captures=plain), lambda c, x: sink(c, x.detach()))
-        self._wanted = {(c.point.kind, c.point.layer, c.when): c for c in spec.gradients}
-        self._places = frozenset((c.point.kind, c.point.layer) for c in spec.gradients)
+        self._run = RunTaps(replace(spec, captures=plain), lambda capture, x: sink(capture, x.detach()))
+        self._wanted = {
+            (capture.point.kind, capture.point.layer, capture.when): capture for capture in spec.gradients
+        }
+        self._places = frozenset((capture.point.kind, capture.point.layer) for capture in spec.gradients)
         self.watched: dict[Capture, WatchedPlace] = {}
+        """Gradient capture -> its nodes in autograd's graph."""
         self._dropped = dropped
         self._entered: Tensor | None = None
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """The value to continue with at a hook point."""
+        """Capture or change the value x; returns the value to continue with."""
         place = (kind, layer)
         if place == ("resid_post", self._dropped):
             x = self._bypassed(x)
@@ -105,11 +112,11 @@ class GradientTaps:
         return self._run.changes_attention(layer) or self._wants(layer, "scores", "attn_scores", "pattern")
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
-        """See `AttentionTaps`."""
+        """Bool [head, query, key], True at attention edges that are cut; None if none are."""
         return self._run.cut(layer, heads, queries, keys, device)
 
     def of_states(self, layer: int, kind: str, length: int) -> StateTaps | None:
-        """See `PassTaps`."""
+        """Callbacks for a layer's recurrent states; None where they are neither captured nor changed."""
         plain = self._run.of_states(layer, kind, length)
         return _GradientStateTaps(self, plain, (kind, layer)) if self._wants(layer, kind) else plain
 
@@ -142,18 +149,18 @@ class GradientTaps:
 
 
 class _GradientStateTaps:
-    """`StateTaps` of one layer whose states' gradients are captured."""
+    """Callbacks of one recurrent layer whose states' gradients are captured."""
 
     def __init__(self, taps: GradientTaps, plain: StateTaps | None, place: Place) -> None:
         self._taps, self._plain, self._place = taps, plain, place
 
     def changed(self, state: Tensor, position: int) -> Tensor:
-        """See `StateTaps`."""
+        """The state [batch, head, key, value] after a position, with interventions and gradient nodes."""
         state = self._taps.watch(self._place, "before", state, position)
         state = state if self._plain is None else self._plain.changed(state, position)
         return self._taps.watch(self._place, "after", state, position)
 
     def seen(self, before: Tensor, after: Tensor) -> None:
-        """See `StateTaps`."""
+        """Capture the states [batch, head, position, key, value] before and after their interventions."""
         if self._plain is not None:
             self._plain.seen(before, after)

@@ -38,13 +38,13 @@ _BEHIND = 18
 
 
 def read_on(network: Network, rows: Sequence[Sequence[int]], cache: Cache, taps: PassTaps) -> Tensor:
-    """Extend sequences of one length by the tokens that the cache does not hold yet.
+    """Compute the tokens of sequences that the cache lacks, and return the next-token logits.
 
     Arguments:
         network: the network.
         rows: token ids of whole sequences; the first `cache.length` of each are cached.
         cache: extended in place by the new positions.
-        taps: hook points of the new positions.
+        taps: called at every hook point of the new positions, to capture or change the value there.
 
     Returns:
         Logits [B, V] at the last position.
@@ -67,7 +67,7 @@ class Cache:
 
     def __init__(self) -> None:
         self.length = 0
-        """Positions computed in every layer."""
+        """Number of positions that every layer has computed."""
         self._pairs: dict[int, tuple[Tensor, Tensor]] = {}
         self._rotations: dict[RopeConfig, tuple[Tensor, Tensor]] = {}
         self.states: dict[int, Tensor] = {}
@@ -88,7 +88,7 @@ class Cache:
         Arguments:
             layer: layer index.
             k: keys after rope, [B, Hk, new, dh].
-            v: values, likewise.
+            v: values, [B, Hk, new, dh].
 
         Returns:
             Keys and values of all positions: views that the next call may invalidate.
@@ -102,59 +102,70 @@ class Cache:
         if pair is None or pair[0].shape[2] < end + _BEHIND:
             pair = self._grown(k, pair and pair[0], end), self._grown(v, pair and pair[1], end)
             self._pairs[layer] = pair
-        for room, new in zip(pair, (k, v), strict=True):
+        for allocated, new in zip(pair, (k, v), strict=True):
             # Written in place: concatenating would copy all earlier keys at every token.
-            room[:, :, self.length : end] = new
-        keys, values = (room[:, :, :end] for room in pair)
+            allocated[:, :, self.length : end] = new
+        keys, values = (allocated[:, :, :end] for allocated in pair)
         return keys, values
 
     def newest(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer to which this pass has appended `count`; views, as of `append`.
+        """Keys and values of all positions of a layer that has appended its new ones in this pass.
+
+        They are views that the next `append` may invalidate.
 
         Arguments:
             layer: layer index.
             count: number of new positions.
         """
-        keys, values = (room[:, :, : self.length + count] for room in self._pairs[layer])
+        keys, values = (allocated[:, :, : self.length + count] for allocated in self._pairs[layer])
         return keys, values
 
     def stretch(self, layer: int, first: int, count: int) -> tuple[Tensor, Tensor] | None:
-        """Keys and values of `count` positions from `first` on; views, as of `append`.
+        """Keys and values of `count` positions from `first` on, for kernels that need padded keys.
 
-        Entries past the newest position are finite numbers without meaning. None where fewer are allocated.
+        They are views that the next `append` may invalidate. Entries past the newest position are finite
+        numbers without meaning.
 
         Arguments:
             layer: layer index.
             first: first position.
             count: number of positions.
+
+        Returns:
+            (keys, values); None if fewer positions are allocated.
         """
-        keys, values = (room[:, :, first : first + count] for room in self._pairs[layer])
+        keys, values = (allocated[:, :, first : first + count] for allocated in self._pairs[layer])
         return (keys, values) if keys.shape[2] == count else None
 
     def continued(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
-        """Prepend the `count` cached rows before x [B, new, width], zeros at the beginning of a sequence.
+        """Prepend the `count` rows before the new ones, as a token shift or convolution needs them.
 
-        The last `count` rows are cached for the next call.
+        At the beginning of a sequence these are zeros. The last `count` rows are cached for the next call.
 
         Arguments:
             layer: layer index.
             name: name of the rows in the layer.
-            x: new rows, [B, new, width].
+            x: rows of the new positions, [B, new, width].
             count: number of earlier rows that the first new one needs.
+
+        Returns:
+            [B, count + new, width].
         """
         earlier = self._rows.get((layer, name))
-        whole = F.pad(x, (0, 0, count, 0)) if earlier is None else torch.cat([earlier, x], dim=1)
+        extended = F.pad(x, (0, 0, count, 0)) if earlier is None else torch.cat([earlier, x], dim=1)
         # A clone: a view would keep the whole sequence alive.
-        self._rows[layer, name] = whole[:, -count:].clone()
-        return whole
+        self._rows[layer, name] = extended[:, -count:].clone()
+        return extended
 
     def rotation(
         self, rope: RopeConfig, length: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Rope tables of at least `length` positions; longer where the scaling does not depend on length.
+        """RoPE tables (cos, sin) of at least `length` positions, [position, half head].
+
+        They are longer if the scaling does not depend on the length, so that they serve later tokens, too.
 
         Arguments:
-            rope: rope configuration of the layer.
+            rope: RoPE configuration of the layer.
             length: positions that the tables must cover.
             device: device of the tables.
             dtype: dtype of the tables.
@@ -167,7 +178,11 @@ class Cache:
         return tables
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all batch rows from the cache except `rows`."""
+        """Drop sequences from the cache.
+
+        Arguments:
+            rows: batch indices of the sequences that stay.
+        """
         indices = list(rows)
         self._pairs = {layer: (k[indices], v[indices]) for layer, (k, v) in self._pairs.items()}
         self.states = {layer: state[indices] for layer, state in self.states.items()}
@@ -182,19 +197,20 @@ class Cache:
         return new if earlier is None else torch.cat([earlier[:, :, : self.length], new], dim=2)
 
     def _grown(self, like: Tensor, earlier: Tensor | None, end: int) -> Tensor:
+        """A larger allocation for keys or values, with the earlier positions copied into it."""
         size = _SMALLEST
         # Doubling makes appending n positions cost O(n) copies in total.
         while size < end + _BEHIND:
             size *= 2
         # Zeros, because padded kernels read entries past the newest position, which must be finite.
-        room = like.new_zeros(*like.shape[:2], size, like.shape[3])
+        allocated = like.new_zeros(*like.shape[:2], size, like.shape[3])
         if earlier is not None:
-            room[:, :, : self.length] = earlier[:, :, : self.length]
-        return room
+            allocated[:, :, : self.length] = earlier[:, :, : self.length]
+        return allocated
 
 
 class NewestPositions:
-    """`History` of an extended sequence: its new tokens see themselves and the cached positions."""
+    """Positions and attention of a pass over the new tokens of a sequence, which see the cached positions."""
 
     def __init__(
         self, cache: Cache, length: int, taps: PassTaps, device: torch.device, starts: Tensor | None = None
@@ -206,7 +222,8 @@ class NewestPositions:
             length: tokens of the sequence with the new ones.
             taps: hook points of the new positions.
             device: device of the network.
-            starts: positions at which targets begin, [B, 1], in an encoder-decoder, which is never cached.
+            starts: positions at which targets begin, [B, 1], in an encoder-decoder (never cached); None
+                for other models.
         """
         self.starts = starts
         self._cache, self._length, self._taps, self._device = cache, length, taps, device
@@ -220,18 +237,19 @@ class NewestPositions:
         return torch.arange(self._cache.length, self._length, device=self._device)
 
     def shares(self, token: int, ids: Tensor) -> Tensor:
-        """Not available here.
+        """Raise ConfigError: cached positions were embedded with the share of a token in a shorter text.
 
-        Raises:
-            ConfigError: always, because cached positions were embedded with the shares of a shorter text.
+        Arguments:
+            token: token id whose share in the prompt the embedding depends on.
+            ids: token ids.
         """
         raise ConfigError(
-            "expected a model that embeds each token by itself, found one whose embedding depends on the "
-            f"share of token {token} in the prompt; compute all positions anew"
+            "cache=True: expected a model that embeds each token by itself, found one whose embedding "
+            f"depends on the share of token {token} in the prompt; set cache=False"
         )
 
     def enter(self, layer: int, carried: Carried) -> Carried:
-        """The carried tensors unchanged: every layer computes the same tokens."""
+        """The tensors that enter a layer, unchanged: every layer computes the same tokens."""
         return carried
 
     def needed(self, x: Tensor) -> Tensor:
@@ -239,7 +257,7 @@ class NewestPositions:
         return x
 
     def rotation(self, rope: RopeConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """See `History`."""
+        """RoPE tables (cos, sin) of the new positions, [new, half head]."""
         if rope not in self._rotations:
             new = slice(self._cache.length, self._length)
             cos, sin = self._cache.rotation(rope, self._length, self._device, dtype)
@@ -247,7 +265,15 @@ class NewestPositions:
         return self._rotations[rope]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mixer: AttentionMixer) -> Tensor:
-        """See `History`; the layer that computes keys and values appends them to the cache."""
+        """Attention of the new tokens to all positions; returns z. Keys and values join the cache.
+
+        Arguments:
+            layer: layer index.
+            q: queries after RoPE, [B, H, new, dh].
+            k: keys of the new positions after RoPE, [B, Hk, new, dh].
+            v: values of the new positions, [B, Hk, new, dh].
+            mixer: parameters of the layer's attention.
+        """
         if mixer.source is None:
             keys, values = self._cache.append(layer, k, v)
         else:
@@ -259,25 +285,37 @@ class NewestPositions:
         is_unfused = needs_unfused(q, mixer) or self._taps.touches(layer, "scores", "attn_scores", "pattern")
         if new == 1 and not is_unfused:
             # One query sees every key that is left after its window or chunk is cut out: no mask.
-            width = (total - 1) % window + 1 if window and mixer.is_chunked else window
-            first = 0 if width is None else max(total - width, 0)
-            wide = self._cache.stretch(
-                layer if mixer.source is None else mixer.source, first, padded_keys(q, total - first)
-            )
-            weigh = None if wide is None else fused_over_padded(*wide)
-            seen = keys[:, :, first:], values[:, :, first:]
-            return attend(q, *seen, None, mixer, layer, self._taps, weigh)
+            n_visible = (total - 1) % window + 1 if window and mixer.is_chunked else window
+            first = 0 if n_visible is None else max(total - n_visible, 0)
+            key_layer = layer if mixer.source is None else mixer.source
+            padded = self._cache.stretch(key_layer, first, padded_keys(q, total - first))
+            weigh = None if padded is None else fused_over_padded(*padded)
+            visible = keys[:, :, first:], values[:, :, first:]
+            return attend(q, *visible, None, mixer, layer, self._taps, weigh)
         # A whole prompt without window is plain causal attention, for which kernels need no mask.
         plain = new == total and window is None and not is_unfused
         allowed = None if plain else causal(total, window, q.device, newest=new, is_chunked=mixer.is_chunked)
         return attend(q, keys, values, allowed, mixer, layer, self._taps)
 
     def before(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
-        """See `History`; the newest rows are cached."""
+        """The `count` rows before each new token, [B, new, count, width]; the newest rows are cached.
+
+        Arguments:
+            layer: layer index.
+            name: name of the rows in the layer.
+            x: rows of the new tokens, [B, new, width].
+            count: number of rows before each token.
+        """
         return windows(self._cache.continued(layer, name, x, count), count)
 
     def scan(self, layer: int, recurrence: Recurrence, tokens: Mapping[str, Tensor], room: str) -> Tensor:
-        """See `History`; continues from the cached state and caches its own.
+        """Run a recurrence over the new tokens from the cached state, and cache the state after them.
+
+        Arguments:
+            layer: layer index.
+            recurrence: the recurrence of the layer.
+            tokens: inputs of the recurrence by name, each [B, H, new, width].
+            room: prefix of its hook point kinds, e.g. "rwkv".
 
         Raises:
             InterventionError: where attention to earlier tokens is captured, as only their state is cached.
@@ -285,9 +323,9 @@ class NewestPositions:
         matrices = f"{room}_alpha_raw", f"{room}_effective_attn"
         if self._cache.length and self._taps.captures(layer, *matrices):
             raise InterventionError(
-                f"expected no captures of 'blocks.{layer}.{room}.hook_effective_attn' while reading on, "
-                "as only the state of earlier tokens is cached; generate first, then capture over the whole "
-                "text"
+                f"expected no captures of 'blocks.{layer}.{room}.hook_effective_attn' in generation with a "
+                "cache, as only the state of earlier tokens is cached; generate first, then capture over the "
+                "whole text"
             )
         states = self._taps.of_states(layer, f"{room}_state_seq", self._length)
         before = self._cache.states.get(layer)

@@ -36,7 +36,7 @@ def forward(
     Arguments:
         network: the network.
         ids: token ids, int [B, S].
-        taps: hook points of the pass; with ``stop_early`` they end it after the last capture.
+        taps: called at every hook point; with ``stop_early`` they end the pass after the last capture.
         want: which logits to compute; None for none.
         order: layers in execution order; None for each layer once.
 
@@ -58,17 +58,18 @@ def forward(
 def forward_part(
     network: Network, entering: Tensor | Carried, layers: Sequence[int], taps: PassTaps, *, ends: bool
 ) -> Carried:
-    """Run prompts through some layers, in order, so that another call can continue from there.
+    """Run prompts through some consecutive layers, so that another call can continue with the next layers.
 
     Arguments:
         network: the network.
-        entering: token ids [B, S], or the output of the layer before these.
+        entering: token ids [B, S], or the output of the previous call.
         layers: consecutive layers; empty to run only the final norm on the output of the last layer.
-        taps: hook points of the layers. The output is shown to the taps of the call that continues from it.
-        ends: whether this is the last part, which includes the final norm after the last layer.
+        taps: called at every hook point of these layers; the taps of the next call are called with the
+            output of the last one.
+        ends: whether no call follows; the final norm is then computed after the last layer of the model.
 
     Returns:
-        Output of the last of these layers; empty where `ends` is set.
+        Output of the last of these layers, by name; empty where `ends` is set.
     """
     first = entering if isinstance(entering, Tensor) else entering[STREAM]
     if isinstance(entering, Tensor):
@@ -101,7 +102,10 @@ def _starts_in(carried: Carried) -> Tensor | None:
 
 
 class WholePrompts:
-    """`History` of a plain pass: tokens see earlier tokens of their prompt, or all without a causal mask."""
+    """Positions and attention of a pass over whole prompts of one length.
+
+    Tokens attend to earlier tokens of their prompt, or to all of them in a model without causal mask.
+    """
 
     def __init__(
         self, length: int, taps: PassTaps, device: torch.device, starts: Tensor | None = None
@@ -129,11 +133,11 @@ class WholePrompts:
         return torch.arange(self._length, device=self._device)
 
     def shares(self, token: int, ids: Tensor) -> Tensor:
-        """See `History`."""
+        """Share of a token id among the tokens of each prompt."""
         return share_of(token, ids)
 
     def enter(self, layer: int, carried: Carried) -> Carried:
-        """The carried tensors unchanged: every layer computes the same tokens."""
+        """The tensors that enter a layer, unchanged: every layer computes the same tokens."""
         return carried
 
     def needed(self, x: Tensor) -> Tensor:
@@ -141,7 +145,7 @@ class WholePrompts:
         return x
 
     def rotation(self, rope: RopeConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """See `History`."""
+        """RoPE tables (cos, sin) of all positions, [position, half head]."""
         if rope not in self._rotations:
             # Layers share a few rope configurations (local and global attention), so tables are cached by
             # configuration.
@@ -149,7 +153,15 @@ class WholePrompts:
         return self._rotations[rope]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mixer: AttentionMixer) -> Tensor:
-        """See `History`; in tiles on the CPU, with the fused kernel of torch elsewhere."""
+        """Attention of the prompts, returning z [B, H, S, dh]; in tiles on the CPU, else with torch's kernel.
+
+        Arguments:
+            layer: layer index.
+            q: queries after RoPE, [B, H, S, dh].
+            k: keys after RoPE, [B, Hk, S, dh].
+            v: values, [B, Hk, S, dh].
+            mixer: parameters of the layer's attention.
+        """
         is_float64 = q.dtype == torch.float64
         # Tiles are for causal masks and inference: they record no gradient. In float64 the reference rounds
         # its softmax otherwise, and other devices have faster kernels of their own.
@@ -160,18 +172,32 @@ class WholePrompts:
         return attend(q, k, v, self._mask(mixer), mixer, layer, self._taps, weigh, self.positions)
 
     def before(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
-        """See `History`."""
+        """The `count` rows before each token, [B, S, count, width]; zeros before the first token.
+
+        Arguments:
+            layer: layer index.
+            name: name of the rows in the layer.
+            x: rows of all tokens, [B, S, width].
+            count: number of rows before each token.
+        """
         return windows(F.pad(x, (0, 0, count, 0)), count)
 
     def scan(self, layer: int, recurrence: Recurrence, tokens: Mapping[str, Tensor], room: str) -> Tensor:
-        """See `History`; the state before the first token is zero."""
+        """Run a recurrence over the prompts from a state of zero; returns what tokens read, [B, H, S, V].
+
+        Arguments:
+            layer: layer index.
+            recurrence: the recurrence of the layer.
+            tokens: inputs of the recurrence by name, each [B, H, S, width].
+            room: prefix of its hook point kinds, e.g. "rwkv".
+        """
         states = self._taps.of_states(layer, f"{room}_state_seq", self._length)
         read, state = through_sequence(recurrence, tokens, None, states)
         show_derived(layer, recurrence, tokens, state, room, self._taps)
         return read
 
     def _mask(self, mixer: AttentionMixer) -> Tensor | None:
-        """The attention mask of a layer (`visible`), computed once per kind of layer."""
+        """Attention mask, bool [query, key], cached by kind of layer; None for a plain causal mask."""
         kind = mixer.window, mixer.is_bidirectional, mixer.is_chunked
         if kind not in self._masks:
             self._masks[kind] = window_mask(self._length, mixer, self._device)

@@ -32,32 +32,32 @@ MOST_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Block:
-    """Branches that are computed in one sweep."""
+    """Branches of runs that are computed together, in one pass over the layers (a sweep)."""
 
     branches: tuple[Branch, ...]
-    """Parents before children."""
+    """The branches, parents before children."""
     ending: frozenset[Branch]
-    """Branches whose runs end in this sweep; the others are computed for their children."""
+    """Branches whose runs are finished by this sweep; the others are computed for their children only."""
     widest: int
-    """Largest number of tokens in any layer."""
+    """Largest number of tokens that are computed in any layer."""
 
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """The sweeps that a list of runs takes."""
+    """Plan that computes a list of runs in few passes over the layers (sweeps)."""
 
     runs: int
     """Number of runs."""
     blocks: tuple[Block, ...]
-    """One block per sweep."""
+    """Branches of runs that are computed together, one block per sweep."""
     naive: int
-    """Layer-positions of one full forward pass per run."""
+    """Positions times layers that one full forward pass per run would compute."""
     room: int
-    """Bytes that a sweep may allocate beside its row of tokens."""
+    """Bytes that a sweep may allocate beside the activations of its tokens."""
 
     @property
     def positions(self) -> int:
-        """Layer-positions that the sweeps compute; compare with `naive`."""
+        """Positions times layers that the plan computes; compare with `naive`."""
         return sum(branch.positions_computed() for block in self.blocks for branch in block.branches)
 
     @property
@@ -66,30 +66,32 @@ class SweepPlan:
         return sum(len(block.ending) for block in self.blocks)
 
     def describe(self) -> str:
-        """One line: runs, sweeps, and layer-positions compared with a loop of forward passes."""
-        every = [branch for block in self.blocks for branch in block.branches]
-        widened = sum(branch.widened for branch in every)
-        wider = f"; {widened} widened to every position, as raw scores are read" if widened else ""
+        """One line of text: runs, sweeps, and the cost compared with one forward pass per run."""
+        all_branches = [branch for block in self.blocks for branch in block.branches]
+        n_widened = sum(branch.widened for branch in all_branches)
+        widened_note = (
+            f"; {n_widened} compute every position, as raw scores are captured" if n_widened else ""
+        )
         share = self.positions / max(1, self.naive)
         widest = max((block.widest for block in self.blocks), default=0)
         return (
             f"{self.runs} runs, {self.branches} of them distinct, in {len(self.blocks)} sweeps of at most "
             f"{widest} tokens: {self.positions:,} layer-positions instead of {self.naive:,} ({share:.0%})"
-            + wider
+            + widened_note
         )
 
     def _repr_html_(self) -> str:
         """HTML table for a notebook: runs, sweeps and their size."""
         share = self.positions / max(1, self.naive)
         facts = [
-            ("runs asked", f"{self.runs:,}"),
-            ("distinct", f"{self.branches:,}"),
-            ("sweeps", f"{len(self.blocks):,}"),
-            ("widest sweep", f"{max((block.widest for block in self.blocks), default=0):,} tokens"),
-            ("layer-positions", f"{self.positions:,}"),
-            ("of a loop of passes", f"{self.naive:,}"),
-            ("share", f"{share:.0%}"),
-            ("room beside the tokens", f"{self.room:,} bytes"),
+            ("runs requested", f"{self.runs:,}"),
+            ("distinct runs", f"{self.branches:,}"),
+            ("sweeps (passes over the layers)", f"{len(self.blocks):,}"),
+            ("tokens of the widest sweep", f"{max((block.widest for block in self.blocks), default=0):,}"),
+            ("positions x layers of this plan", f"{self.positions:,}"),
+            ("positions x layers of one pass per run", f"{self.naive:,}"),
+            ("plan / one pass per run", f"{share:.0%}"),
+            ("memory beside activations of tokens", f"{self.room:,} bytes"),
         ]
         return html.shown("Plan of runs", html.table(["", ""], facts, right=[1]))
 
@@ -97,49 +99,50 @@ class SweepPlan:
 def plan_runs(
     wanted: Sequence[Wanted], config: Architecture, itemsize: int, memory: int = MEMORY
 ) -> SweepPlan:
-    """Plan runs within a memory limit.
+    """Plan which runs, layers and positions are computed together, within a memory limit.
 
     Arguments:
-        wanted: runs with prompt, spec and logits.
+        wanted: runs with prompt, captures, interventions and logits.
         config: architecture of the model.
         itemsize: bytes of a number in the model's dtype.
         memory: bytes that a sweep may take beside the model.
 
     Raises:
-        PlanError: if a single run needs more.
+        PlanError: if a single run needs more memory.
     """
     layers = config.num_layers
     branches = grow(wanted, config)
     per_token = config.bytes_per_token(itemsize)
     # A third of the memory is left for gathered keys, scores and logits of a sweep.
     room = memory // 3
-    most = min((memory - room) // per_token, MOST_TOKENS)
+    most_tokens = min((memory - room) // per_token, MOST_TOKENS)
     naive = sum(len(run.tokens) for run in wanted) * layers
-    return SweepPlan(len(wanted), tuple(_blocks(branches, layers, most, per_token, memory)), naive, room)
+    blocks = tuple(_pack_into_blocks(branches, layers, most_tokens, per_token, memory))
+    return SweepPlan(len(wanted), blocks, naive, room)
 
 
-def _blocks(
-    branches: Sequence[Branch], layers: int, most: int, per_token: int, memory: int
+def _pack_into_blocks(
+    branches: Sequence[Branch], layers: int, most_tokens: int, per_token: int, memory: int
 ) -> Iterator[Block]:
-    """Blocks of branches with their ancestors; a new one where the widest layer would pass `most` tokens."""
+    """Pack branches with their ancestors, in order, into blocks of at most `most_tokens` in any layer."""
     none = np.zeros(layers + 1, np.int64)
     members: dict[Branch, None] = {}
     width, ending = none, set[Branch]()
     for branch in branches:
         if not branch.runs:
             continue
-        joining = _missing(branch, members)
-        added = sum((_widths(member, layers) for member in joining), none)
-        if ending and int((width + added).max()) > most:
+        joining = _lineage_outside(branch, members)
+        added = sum((_tokens_by_slot(member, layers) for member in joining), none)
+        if ending and int((width + added).max()) > most_tokens:
             yield Block(tuple(members), frozenset(ending), int(width.max()))
             members, width, ending = {}, none, set()
-            joining = _missing(branch, members)
-            added = sum((_widths(member, layers) for member in joining), none)
+            joining = _lineage_outside(branch, members)
+            added = sum((_tokens_by_slot(member, layers) for member in joining), none)
         # Only the first branch of a block can be too large: for a later one the block is closed before.
-        alone = int(added.max()) * per_token
-        if not ending and alone > memory:
+        branch_bytes = int(added.max()) * per_token
+        if not ending and branch_bytes > memory:
             raise PlanError(
-                f"a run of {branch.length} tokens needs about {alone:,} bytes, more than the memory of "
+                f"memory: expected {branch_bytes:,} bytes for a run of {branch.length} tokens, found only "
                 f"{memory:,}; raise memory=, or shorten the prompt"
             )
         members.update(dict.fromkeys(joining))
@@ -149,8 +152,8 @@ def _blocks(
         yield Block(tuple(members), frozenset(ending), int(width.max()))
 
 
-def _missing(branch: Branch, members: dict[Branch, None]) -> list[Branch]:
-    """Branch and ancestors missing from the block, oldest first."""
+def _lineage_outside(branch: Branch, members: dict[Branch, None]) -> list[Branch]:
+    """The branch and its ancestors that are not yet in the block, oldest first."""
     lineage: list[Branch] = []
     ancestor: Branch | None = branch
     while ancestor is not None and ancestor not in members:
@@ -159,6 +162,8 @@ def _missing(branch: Branch, members: dict[Branch, None]) -> list[Branch]:
     return lineage[::-1]
 
 
-def _widths(branch: Branch, layers: int) -> Positions:
-    """Tokens that a branch adds to every slot, [slot]."""
-    return np.array([len(branch.held(s)) * branch.is_needed(s, inside=False) for s in range(layers + 1)])
+def _tokens_by_slot(branch: Branch, layers: int) -> Positions:
+    """Number of tokens that a branch computes in each layer and the final norm, int [layers + 1]."""
+    return np.array(
+        [len(branch.held(slot)) * branch.is_needed(slot, inside=False) for slot in range(layers + 1)]
+    )

@@ -18,12 +18,12 @@ __all__ = ["recomputed"]
 
 
 def recomputed(network: Network) -> Network:
-    """The network with activation checkpointing of every layer; it shares the weights."""
+    """Wrap a network with activation checkpointing of every layer; the weights are shared."""
     return cast(Network, _Recomputed(network))
 
 
 class _Recomputed:
-    """Delegates everything but `layer` to the network."""
+    """A network whose layers are computed again in the backward pass; all else is that of the network."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -32,7 +32,7 @@ class _Recomputed:
         return getattr(self._network, name)
 
     def layer(self, *arguments: Any) -> Carried:
-        """See `Network`."""
+        """Run a layer so that autograd stores its input only, and return its output."""
         # No layer draws random numbers, so saving the generator's state would only cost time.
         carried: Carried = checkpoint(
             self._network.layer, *arguments, use_reentrant=False, preserve_rng_state=False

@@ -41,7 +41,10 @@ RAGGED = 0.75
 
 
 class BranchHistory:
-    """`History` of a sweep: the tokens of many branches, each seeing its own branch and its ancestors."""
+    """Positions and attention of a sweep over many branches, whose tokens are computed side by side.
+
+    Each token attends to the tokens of its own branch, and of its ancestors where the branch computes none.
+    """
 
     def __init__(self, forest: Forest, taps: BranchTaps, *, room: int, device: torch.device) -> None:
         """Prepare a sweep.
@@ -75,7 +78,7 @@ class BranchHistory:
 
     @property
     def starts(self) -> Tensor | None:
-        """Position at which the target begins in each token's prompt, [1, token]; see `History`."""
+        """Position at which the target begins in each token's prompt, [1, token]; None without targets."""
         starts = self._starts()
         return None if starts is None else torch.from_numpy(starts[self.row.branch])[None].to(self._device)
 
@@ -89,28 +92,39 @@ class BranchHistory:
         return np.array([np.argmax(np.array(b.tokens) >= size) for b in branches], np.int64)
 
     def shares(self, token: int, ids: Tensor) -> Tensor:
-        """Share of a token id in each token's prompt, [1, token]; see `History`."""
-        of_branch = np.array(
-            [np.mean(np.array(b.tokens) == token) for b in self._forest.branches], np.float32
-        )
-        return torch.from_numpy(of_branch[self.row.branch])[None].to(self._device)
+        """Share of a token id among the tokens of each token's prompt, [1, token]."""
+        shares = [np.mean(np.array(branch.tokens) == token) for branch in self._forest.branches]
+        share_of_branch = np.array(shares, np.float32)
+        return torch.from_numpy(share_of_branch[self.row.branch])[None].to(self._device)
 
     def enter(self, layer: int, carried: Carried) -> Carried:
-        """The carried tensors of every branch in this layer: its own tokens, or copies of its parent's."""
+        """The tensors that enter a layer, for the tokens that every branch computes in it.
+
+        Where a branch computes a position for the first time, it gets a copy of its parent's values.
+
+        Arguments:
+            layer: layer index; the number of layers for the final norm.
+            carried: output of the layer before, by name, [1, token, width].
+        """
         branches = self._forest.branches
         row = self.row
         if layer:
             # A branch whose interventions changed nothing so far equals its parent once all are made.
-            unmoved = (n for n in self._taps.unmoved() if branches[n].parent is not None)
-            self._dropped.update(n for n in unmoved if branches[n].ends_changing(layer - 1))
+            for number in self._taps.unmoved():
+                if branches[number].parent is not None and branches[number].ends_changing(layer - 1):
+                    self._dropped.add(number)
             row = self._row_of(layer)
             source = torch.from_numpy(self._kept.where[row.branch, row.position]).to(self._device)
             carried = {name: x.index_select(1, source) for name, x in carried.items()}
-        inside = {n: branches[n].kept(layer) for n in row.held if branches[n].is_needed(layer, inside=True)}
-        is_behind = layer == branches[0].n_layers
-        if inside and not is_behind and branches[0].architecture.layers[layer].mixer.kind == "in turn":
+        inside = {
+            number: branches[number].kept(layer)
+            for number in row.held
+            if branches[number].is_needed(layer, inside=True)
+        }
+        is_final_norm = layer == branches[0].n_layers
+        if inside and not is_final_norm and branches[0].architecture.layers[layer].mixer.kind == "in turn":
             inside = row.held  # the second of two mixers in turn reads the first one's output at every token
-        self.row, self._kept = row, row if is_behind else Row(self._forest, inside)
+        self.row, self._kept = row, row if is_final_norm else Row(self._forest, inside)
         self._taps.begin(self.row, self._kept, is_last=not inside)
         self._kept_tokens = None
         if len(self._kept) < len(row):
@@ -122,13 +136,13 @@ class BranchHistory:
         return carried
 
     def needed(self, x: Tensor) -> Tensor:
-        """x [..., token, width] at the tokens whose output of this layer is needed."""
+        """Select the tokens of x [..., token, width] whose output of this layer is needed."""
         return x if self._kept_tokens is None else x.index_select(-2, self._kept_tokens)
 
     def rotation(self, rope: RopeConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """See `History`."""
+        """RoPE tables (cos, sin) of the tokens that enter the layer, [token, half head]."""
         if rope not in self._rotations:
-            self._rotations[rope] = _tables(rope, self._forest, self.row, self._device, dtype)
+            self._rotations[rope] = _rope_tables_by_token(rope, self._forest, self.row, self._device, dtype)
         return self._rotations[rope]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mixer: AttentionMixer) -> Tensor:
@@ -138,7 +152,7 @@ class BranchHistory:
             layer: layer index.
             q: queries [1, H, kept token, dh].
             k: keys [1, Hk, token, dh].
-            v: values, likewise.
+            v: values [1, Hk, token, dh].
             mixer: parameters of the layer's attention.
 
         Returns:
@@ -149,60 +163,76 @@ class BranchHistory:
         score_bytes = 3 * q.element_size() * q.shape[1]
         # torch has no fused kernel for keys and values of different widths; its fallback picks steps by size.
         is_narrow = q.shape[3] != v.shape[3] and q.device.type == "cpu"
-        for bare_group in self._groups(layer, mixer, key_bytes, score_bytes):
-            queries = torch.from_numpy(bare_group.queries).to(self._device)
+        for unpadded_group in self._groups(layer, mixer, key_bytes, score_bytes):
+            queries = torch.from_numpy(unpadded_group.queries).to(self._device)
             group_q = q[0][:, queries].transpose(0, 1)
             # Padding that the kernel would add is gathered with the keys, which saves a second copy.
-            size = bare_group.keys.shape[1]
-            steps = (
+            n_keys = unpadded_group.keys.shape[1]
+            is_unfused = (
                 needs_unfused(q, mixer)
-                or self._taps.reads_attention(bare_group.branches[0], layer)
+                or self._taps.reads_attention(unpadded_group.branches[0], layer)
                 or is_narrow
             )
-            group = bare_group.with_keys(padded_keys_unfused(group_q, size, mixer)) if steps else bare_group
-            size = group.keys.shape[1]
-            n_filled = 0 if steps else padded_keys(group_q, size) - size
-            keys = torch.from_numpy(np.pad(group.keys, ((0, 0), (0, n_filled)))).to(self._device)
-            wide_k, wide_v = (x[0][:, keys].transpose(0, 1) for x in (k, v))
-            weigh = (
-                fused_over_padded(wide_k, wide_v) if n_filled else unfused_attention if is_narrow else None
-            )
+            group = unpadded_group
+            if is_unfused:
+                group = unpadded_group.with_keys(padded_keys_unfused(group_q, n_keys, mixer))
+            n_keys = group.keys.shape[1]
+            n_padding = 0 if is_unfused else padded_keys(group_q, n_keys) - n_keys
+            keys = torch.from_numpy(np.pad(group.keys, ((0, 0), (0, n_padding)))).to(self._device)
+            padded_k, padded_v = (x[0][:, keys].transpose(0, 1) for x in (k, v))
+            weigh = unfused_attention if is_narrow else None
+            if n_padding:
+                weigh = fused_over_padded(padded_k, padded_v)
+            group_k, group_v = padded_k[:, :, :n_keys], padded_v[:, :, :n_keys]
             allowed = self._allowed(group, mixer)
-            places = torch.from_numpy(group.positions).to(self._device)
+            positions = torch.from_numpy(group.positions).to(self._device)
             taps = self._taps.of_group(group, self._kept, layer, mixer.room)
-            mixed = attend(
-                group_q, wide_k[:, :, :size], wide_v[:, :, :size], allowed, mixer, layer, taps, weigh, places
-            )
+            group_z = attend(group_q, group_k, group_v, allowed, mixer, layer, taps, weigh, positions)
             # Padding repeats the last query, whose copies are dropped here.
-            real = np.arange(queries.shape[1]) < np.array(group.counts)[:, None]
-            is_query = torch.from_numpy(real).to(self._device)
-            z[queries[is_query]] = mixed.transpose(1, 2)[is_query]
+            is_real = np.arange(queries.shape[1]) < np.array(group.counts)[:, None]
+            is_query = torch.from_numpy(is_real).to(self._device)
+            z[queries[is_query]] = group_z.transpose(1, 2)[is_query]
         self._taps.attention_done(layer, self._kept)
         return z.transpose(0, 1)[None]
 
     def before(self, layer: int, name: str, x: Tensor, count: int) -> Tensor:
-        """See `History`; rows before x [1, token, width] in its branch, as [1, token, count, width]."""
-        places = self.row.position[:, None] - np.arange(count, 0, -1)
-        tokens = self.row.where[self.row.branch[:, None], np.maximum(places, 0)]
+        """The `count` rows before each token in its own branch, [1, token, count, width]; 0 before the start.
+
+        Arguments:
+            layer: layer index.
+            name: name of the rows in the layer.
+            x: rows of all tokens, [1, token, width].
+            count: number of rows before each token.
+        """
+        positions_before = self.row.position[:, None] - np.arange(count, 0, -1)
+        tokens = self.row.where[self.row.branch[:, None], np.maximum(positions_before, 0)]
         rows_before = x[:, torch.from_numpy(tokens).to(self._device)]
-        outside = torch.from_numpy(places < 0).to(self._device)
-        return rows_before.masked_fill(outside[None, :, :, None], 0)
+        is_outside = torch.from_numpy(positions_before < 0).to(self._device)
+        return rows_before.masked_fill(is_outside[None, :, :, None], 0)
 
     def scan(self, layer: int, recurrence: Recurrence, tokens: Mapping[str, Tensor], room: str) -> Tensor:
-        """See `History`; in each branch from the state that its parent left."""
+        """Run a recurrence over the tokens of all branches, each from the state that its parent left.
+
+        Arguments:
+            layer: layer index.
+            recurrence: the recurrence of the layer.
+            tokens: inputs of the recurrence by name, each [1, H, token, width].
+            room: prefix of its hook point kinds, e.g. "rwkv".
+        """
         return scan_branches(self._forest, self.row, self._taps, layer, recurrence, tokens, room, self._room)
 
     def _row_of(self, layer: int) -> Row:
-        taking_part = (
-            (n, branch)
-            for n, branch in enumerate(self._forest.branches)
-            if n not in self._dropped and branch.is_needed(layer, inside=False)
-        )
-        return Row(self._forest, {n: branch.held(layer) for n, branch in taking_part})
+        """The tokens that all branches compute in a layer, side by side."""
+        needed = {
+            number: branch.held(layer)
+            for number, branch in enumerate(self._forest.branches)
+            if number not in self._dropped and branch.is_needed(layer, inside=False)
+        }
+        return Row(self._forest, needed)
 
     def _allowed(self, group: AttentionGroup, mixer: AttentionMixer) -> Tensor | None:
         """Attention mask, bool [row, 1, query, key]; None where it would hide only later keys, or nothing."""
-        size, window = group.keys.shape[1], mixer.window
+        n_keys, window = group.keys.shape[1], mixer.window
         if mixer.part is not None:
             target_starts = self._starts()
             starts = (
@@ -210,27 +240,28 @@ class BranchHistory:
                 if target_starts is None
                 else torch.from_numpy(target_starts[group.branches]).to(self._device)
             )
-            keys = torch.arange(size, device=self._device)
+            keys = torch.arange(n_keys, device=self._device)
             queries = torch.from_numpy(group.positions).to(self._device)[:, None, :, None]
             lengths = torch.tensor(group.lengths, device=self._device)[:, None, None, None]
-            column = None if starts is None else starts[:, None, None, None]
-            return seen_of(mixer.part, queries, keys, column) & (keys < lengths)
-        if group.is_whole and (window is None or window >= size):
+            row_starts = None if starts is None else starts[:, None, None, None]
+            return seen_of(mixer.part, queries, keys, row_starts) & (keys < lengths)
+        if group.is_whole and (window is None or window >= n_keys):
             return None
-        keys = torch.arange(size, device=self._device)
+        keys = torch.arange(n_keys, device=self._device)
         queries = torch.from_numpy(group.positions).to(self._device)[:, None, :, None]
-        seen = queries >= keys
+        visible = queries >= keys
         if mixer.is_bidirectional:
             lengths = torch.tensor(group.lengths, device=self._device)[:, None, None, None]
-            seen = (keys < lengths).expand_as(seen)
-        return limit_to_window(queries, keys, seen, window, is_chunked=mixer.is_chunked)
+            visible = (keys < lengths).expand_as(visible)
+        return limit_to_window(queries, keys, visible, window, is_chunked=mixer.is_chunked)
 
     def _groups(
         self, layer: int, mixer: AttentionMixer, key_bytes: int, score_bytes: int
     ) -> Iterator[AttentionGroup]:
-        """Groups of branches that share an attention call within the memory limit.
+        """Group branches into attention calls that fit in memory.
 
-        Branches whose scores are captured or changed are separate; the others go by number of queries.
+        Branches whose scores are captured or changed are grouped separately. In a group, numbers of queries
+        differ little.
 
         Arguments:
             layer: layer index.
@@ -242,24 +273,24 @@ class BranchHistory:
             branches = [b for b in self._kept.held if self._taps.reads_attention(b, layer) == is_read]
             # Neighbours in this order differ little in their number of queries, which keeps padding small.
             branches.sort(key=lambda b: (-len(self._kept.held[b]), self._forest.branches[b].length))
+            # Only these kinds of attention hold the scores of all pairs in memory.
+            has_scores = is_read or mixer.is_capped or mixer.relative is not None or mixer.part is not None
+            bytes_per_pair = score_bytes * has_scores + 1  # with a byte of the mask
             start = 0
             while start < len(branches):
-                most = len(self._kept.held[branches[start]])
-                materialised = score_bytes * (
-                    is_read or mixer.is_capped or mixer.relative is not None or mixer.part is not None
-                )
+                n_queries = len(self._kept.held[branches[start]])
                 stop, longest = start, 0
-                while stop < len(branches) and len(self._kept.held[branches[stop]]) >= RAGGED * most:
+                while stop < len(branches) and len(self._kept.held[branches[stop]]) >= RAGGED * n_queries:
                     longest = max(longest, self._forest.branches[branches[stop]].length)
-                    cost = longest * (key_bytes + most * (materialised + 1))  # of a row, its mask included
-                    if (stop + 1 - start) * cost > self._room and stop > start:
+                    row_bytes = longest * (key_bytes + n_queries * bytes_per_pair)
+                    if (stop + 1 - start) * row_bytes > self._room and stop > start:
                         break
                     stop += 1
                 yield self._group(branches[start:stop])
                 start = stop
 
     def _group(self, branches: list[int]) -> AttentionGroup:
-        """The attention call of these branches; rows with fewer queries repeat their last one."""
+        """Lay out branches as rows of one attention call; rows with fewer queries repeat their last one."""
         counts = [len(self._kept.held[b]) for b in branches]
         last = np.array(counts)[:, None] - 1
         column = np.minimum(np.arange(max(counts)), last)
@@ -270,10 +301,13 @@ class BranchHistory:
         return AttentionGroup(branches, counts, queries, self._kept.position[queries], keys, lengths)
 
 
-def _tables(
+def _rope_tables_by_token(
     rope: RopeConfig, forest: Forest, row: Row, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Rope tables cos, sin [token, half head]; by the prompt's own length where the scaling depends on it."""
+    """RoPE tables (cos, sin) of each token, [token, half head].
+
+    If the scaling depends on the length of the prompt, each token has the tables of its own prompt.
+    """
     position = torch.from_numpy(row.position).to(device)
     if not rope.depends_on_length:
         cos, sin = rope_tables(rope, forest.longest, device, dtype)

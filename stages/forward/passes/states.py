@@ -19,11 +19,14 @@ __all__ = ["show_derived", "through_sequence", "windows"]
 
 
 def windows(x: Tensor, count: int) -> Tensor:
-    """The `count` rows before each token, a view [B, token, count, width] of x [B, count + token, width].
+    """The `count` rows before each token, as a token shift or convolution needs them.
 
     Arguments:
-        x: rows [B, count + token, width].
+        x: rows of the tokens, with `count` earlier rows in front, [B, count + token, width].
         count: number of rows before each token.
+
+    Returns:
+        A view [B, token, count, width] of x.
     """
     return x.unfold(1, count, 1)[:, :-1].transpose(-1, -2)
 
@@ -36,49 +39,49 @@ def through_sequence(
     *,
     start: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Run a recurrence over the next tokens of a sequence; step by step where states are captured or changed.
+    """Run a recurrence over the next tokens of a sequence; step by step if states are captured or changed.
 
     Arguments:
         recurrence: the recurrence of a layer.
-        tokens: its inputs by name, each [B, H, T, width].
+        tokens: inputs of the recurrence by name, each [B, H, T, width].
         state: state before the first token; None at the beginning of a sequence.
-        taps: taps for its states; None lets the whole sequence run at once.
+        taps: called with the state after each token; None lets the whole sequence run at once.
         start: position of the first token.
 
     Returns:
-        What the tokens read, [B, H, T, V], and the state after the last one.
+        (what each token reads from its state [B, H, T, V], state after the last token).
     """
     if taps is None:
         return recurrence(tokens, state)
-    read, befores, afters = [], [], []
+    read, unchanged_states, states = [], [], []
     for step in range(next(iter(tokens.values())).shape[2]):
-        one = {name: x[:, :, step : step + 1] for name, x in tokens.items()}
-        plain, state_before_taps = recurrence(one, state)
-        after = taps.changed(state_before_taps, start + step)
-        if after is not state_before_taps:
-            # The step has read the state before the taps changed it: read again from the changed one.
-            initial = torch.zeros_like(state_before_taps) if state is None else state
-            plain = recurrence.read(one, initial, after)
-        read.append(plain)
-        befores.append(state_before_taps)
-        afters.append(after)
-        state = after
-    taps.seen(torch.stack(befores, 2), torch.stack(afters, 2))
-    return torch.cat(read, 2), afters[-1]
+        token = {name: x[:, :, step : step + 1] for name, x in tokens.items()}
+        token_read, unchanged = recurrence(token, state)
+        changed = taps.changed(unchanged, start + step)
+        if changed is not unchanged:
+            # The token has read the state before the taps changed it: read again from the changed one.
+            initial = torch.zeros_like(unchanged) if state is None else state
+            token_read = recurrence.read(token, initial, changed)
+        read.append(token_read)
+        unchanged_states.append(unchanged)
+        states.append(changed)
+        state = changed
+    taps.seen(torch.stack(unchanged_states, 2), torch.stack(states, 2))
+    return torch.cat(read, 2), states[-1]
 
 
 def show_derived(
     layer: int, recurrence: Recurrence, tokens: Mapping[str, Tensor], state: Tensor, room: str, taps: Taps
 ) -> None:
-    """Show the last state, and the attention matrix that a recurrence amounts to, where they are captured.
+    """Pass the last state, and the attention matrix equivalent to a recurrence, to taps that capture them.
 
     Arguments:
         layer: layer index.
         recurrence: the recurrence of the layer.
-        tokens: its inputs by name, each [B, H, T, width].
+        tokens: inputs of the recurrence by name, each [B, H, T, width].
         state: state after the last token.
         room: prefix of its hook point kinds, e.g. "rwkv".
-        taps: hook points of the pass.
+        taps: called at every hook point of the pass.
     """
     if taps.captures(layer, f"{room}_state"):
         taps(f"{room}_state", layer, state)

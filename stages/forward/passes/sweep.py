@@ -34,46 +34,46 @@ Result = tuple[int, Tensor | None, dict[Capture, Tensor]]
 
 
 def sweep(network: Network, block: Block, wanted: Sequence[Wanted], room: int) -> Iterator[Result]:
-    """Compute all runs that end in a block.
+    """Compute all runs of a block together, in one pass over the layers.
 
     Arguments:
         network: network of the model.
-        block: branches that share the sweep.
+        block: branches of the runs, which share the pass.
         wanted: all runs of the plan.
-        room: bytes that gathered keys and logits may take beside the row of tokens.
+        room: bytes that gathered keys and logits may take beside the activations of the tokens.
 
     Yields:
-        Index, logits and captures of each run.
+        (index of a run, its logits [1, positions, tokens] or None, its captures).
     """
     forest = Forest(block.branches)
     taps = BranchTaps(forest, block.ending)
     history = BranchHistory(forest, taps, room=room, device=network.device)
     # So that no last bit depends on which runs share the sweep (DESIGN.md, "What last bits depend on").
     with beside_others():
-        states = _states(network, history, taps)
+        states = _final_states(network, history, taps)
     runs = [
         (number, index)
         for number, branch in enumerate(block.branches)
         if branch in block.ending
         for index in branch.runs
     ]
-    logits = _logits(network, states, history.row, runs, wanted, room)
-    for (number, index), logits_of_run in zip(runs, logits, strict=True):
+    logits = _logits_by_run(network, states, history.row, runs, wanted, room)
+    for (number, index), run_logits in zip(runs, logits, strict=True):
         captured = {capture: taps.captured[number][capture] for capture in wanted[index].spec.captures}
         # Runs of one branch must not share tensors: a caller may write to its captures.
         is_shared = len(block.branches[number].runs) > 1
-        yield index, logits_of_run, copy_payloads(captured) if is_shared else captured
+        yield index, run_logits, copy_payloads(captured) if is_shared else captured
 
 
-def _states(network: Network, history: BranchHistory, taps: BranchTaps) -> Tensor | None:
-    """Stream after the final norm, [token, D]; None if no run needs it."""
+def _final_states(network: Network, history: BranchHistory, taps: BranchTaps) -> Tensor | None:
+    """Run all layers; returns the stream after the final norm, [token, D], or None if no run needs it."""
     try:
         return network.finish(through_layers(network, history.ids(), history, taps), taps, None)[0]
     except EarlyStop:
         return None
 
 
-def _logits(
+def _logits_by_run(
     network: Network,
     states: Tensor | None,
     row: Row,
@@ -81,7 +81,16 @@ def _logits(
     wanted: Sequence[Wanted],
     room: int,
 ) -> Iterator[Tensor | None]:
-    """Logits of each run in turn, computed for as many runs at a time as memory allows."""
+    """Logits of each run in turn, computed for as many runs at a time as memory allows.
+
+    Arguments:
+        network: network of the model.
+        states: stream after the final norm, [token, D]; None if no run needs logits.
+        row: token of each branch and position.
+        runs: (index of the branch, index of the run) pairs.
+        wanted: all runs of the plan.
+        room: bytes that logits may take.
+    """
     start = 0
     while start < len(runs):
         want = wanted[runs[start][1]].want
@@ -101,12 +110,13 @@ def _logits(
             token_lists.append(tokens)
             stop += 1
         # Runs often read logits of the same token (one branch, or unchanged positions): unembed it once.
-        distinct, back = np.unique(np.concatenate(token_lists), return_inverse=True)
+        distinct, table_rows = np.unique(np.concatenate(token_lists), return_inverse=True)
         distinct_states = states[torch.from_numpy(distinct).to(states.device)]
         with beside_others():
             table = network.unembed(distinct_states, want)
-        for part in np.split(back, np.cumsum([len(tokens) for tokens in token_lists])[:-1]):
-            yield table[torch.from_numpy(part).to(table.device)][None]
+        ends = np.cumsum([len(tokens) for tokens in token_lists])
+        for run_rows in np.split(table_rows, ends[:-1]):
+            yield table[torch.from_numpy(run_rows).to(table.device)][None]
         start = stop
 
 

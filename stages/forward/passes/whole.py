@@ -38,17 +38,17 @@ class WholeNetwork(Protocol):
         ...
 
     def logits(self, ids: Tensor, taps: Taps) -> Tensor:
-        """Token ids [B, S] -> logits [B, S, vocab].
+        """Run prompts through all layers; returns logits [B, S, vocab].
 
         Arguments:
             ids: token ids [B, S].
-            taps: called at every hook point.
+            taps: called at every hook point, to capture or change the value there.
         """
         ...
 
 
 class WholePasses:
-    """`Passes` (drivers.py) of a network that runs whole prompts only."""
+    """Passes over a network that can only run prompts through all of its layers, as transformers does."""
 
     def __init__(self, network: WholeNetwork) -> None:
         self._network = network
@@ -56,49 +56,73 @@ class WholePasses:
     def forward(
         self, ids: Tensor, taps: PassTaps, want: Logits | None, order: Sequence[int] | None = None
     ) -> Tensor | None:
-        """See `Passes`.
+        """Run prompts of one length through the network.
+
+        Arguments:
+            ids: token ids, int [B, S].
+            taps: called at every hook point, to capture or change the value there.
+            want: which logits to compute; None for none.
+            order: layers in execution order; only None, each layer once, is possible.
+
+        Returns:
+            Logits [B, positions, tokens]; None where none are wanted or the taps ended the pass.
 
         Raises:
             ConfigError: for an order of layers, as transformers runs its own loop.
         """
         if order is not None:
             raise ConfigError(
-                "expected a model whose layers can be repeated, found one that transformers computes; choose "
-                "a model of a supported family"
+                "to repeat layers, expected a model that mizarr's own networks run, found one that "
+                "transformers runs; choose a model of a supported family"
             )
         try:
             logits = self._network.logits(ids, taps)
         except EarlyStop:
             return None
-        return None if want is None else _wanted(logits, want)
+        return None if want is None else _selected_logits(logits, want)
 
     def read_on(self, rows: Sequence[Sequence[int]], cache: Cache, taps: PassTaps) -> Tensor:
-        """See `Passes`; reads whole sequences, because nothing is cached."""
+        """Next-token logits [B, vocab] of whole sequences; all positions are computed, as nothing is cached.
+
+        Arguments:
+            rows: token ids of whole sequences, all of one length.
+            cache: only its length is updated.
+            taps: called at every hook point, to capture or change the value there.
+        """
         ids = torch.tensor(rows, dtype=torch.long, device=self._network.device)
         # Keys and values are not cached; only the length is kept up to date.
         cache.length = ids.shape[1]
         return self._network.logits(ids, taps)[:, -1]
 
     def sweep(self, block: Block, wanted: Sequence[Wanted], room: int) -> Iterator[Result]:
-        """See `Passes`."""
+        """Compute the runs that end in one block of a plan, in batches of prompts of one length.
+
+        Arguments:
+            block: runs to compute.
+            wanted: all runs of the plan.
+            room: unused; batches are limited by their number of tokens.
+
+        Yields:
+            (index of a run, its logits or None, its captures).
+        """
         by_length: dict[int, list[Branch]] = {}
         for branch in block.branches:
             by_length.setdefault(branch.length, []).append(branch)
         for length, branches in by_length.items():
             rows_at_once = max(1, MOST_TOKENS // length)
             for start in range(0, len(branches), rows_at_once):
-                yield from self._together(branches[start : start + rows_at_once], wanted)
+                yield from self._run_batch(branches[start : start + rows_at_once], wanted)
 
-    def _together(self, branches: Sequence[Branch], wanted: Sequence[Wanted]) -> Iterator[Result]:
-        """Results of branches of one length, in one batch."""
+    def _run_batch(self, branches: Sequence[Branch], wanted: Sequence[Wanted]) -> Iterator[Result]:
+        """Compute branches of one prompt length in one batch, and yield the result of each of their runs."""
         captured: list[dict[Capture, Tensor]] = [{} for _ in branches]
         taps = []
         for branch, row_captures in zip(branches, captured, strict=True):
             runs = [wanted[index] for index in branch.runs]
             spec = replace(runs[0].spec, captures=branch.captures)
             # Without logits the pass can stop after the last capture.
-            is_over = all(run.want is None for run in runs)
-            taps.append(RunTaps(spec, row_captures.__setitem__, stop_early=is_over))
+            has_no_logits = all(run.want is None for run in runs)
+            taps.append(RunTaps(spec, row_captures.__setitem__, stop_early=has_no_logits))
         ids = torch.tensor(
             [branch.tokens for branch in branches], dtype=torch.long, device=self._network.device
         )
@@ -108,18 +132,20 @@ class WholePasses:
             logits = None
         for row, branch in enumerate(branches):
             for index in branch.runs:
-                want = wanted[index].want
-                logits_of_run = (
-                    None if want is None or logits is None else _wanted(logits[row : row + 1], want)
-                )
+                want, run_logits = wanted[index].want, None
+                if want is not None and logits is not None:
+                    run_logits = _selected_logits(logits[row : row + 1], want)
                 activations = {capture: captured[row][capture] for capture in wanted[index].spec.captures}
                 # Runs of one branch must not share tensors: a caller may write to its captures.
                 captures = activations if len(branch.runs) == 1 else copy_payloads(activations)
-                yield index, logits_of_run, captures
+                yield index, run_logits, captures
 
 
 class RowTaps:
-    """`Taps` of a batch whose rows are separate runs: the taps of a run see its row as a batch of one."""
+    """Captures and interventions of a batch whose rows are separate runs.
+
+    The taps of a run are called with its row as a batch of one.
+    """
 
     def __init__(self, rows: Sequence[RunTaps]) -> None:
         self._rows = rows
@@ -127,7 +153,7 @@ class RowTaps:
         """Rows whose taps raised EarlyStop: the pass ends once all have."""
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
-        """The value to continue with at a hook point."""
+        """Capture or change the value x of each row; returns the value to continue with."""
         before = list(x.split(1))
         after = [self._apply(number, kind, layer, row) for number, row in enumerate(before)]
         if len(self._finished) == len(self._rows):
@@ -156,8 +182,8 @@ class RowTaps:
             return row
 
 
-def _wanted(logits: Tensor, want: Logits) -> Tensor:
-    """Logits [1, positions, tokens] selected from logits [1, S, V], as a copy."""
+def _selected_logits(logits: Tensor, want: Logits) -> Tensor:
+    """Select the wanted positions and tokens of logits [1, S, V]; returns a copy [1, positions, tokens]."""
     # A view would keep the logits of the whole batch alive.
     selected = want.at_positions(logits)
     return selected.clone() if want.tokens is None else selected[..., list(want.tokens)]

@@ -49,14 +49,14 @@ PLAIN, QUANTISED = 500e6, 60e6
 
 @dataclass(frozen=True)
 class PassWork:
-    """Amount of work, summed over all forward passes."""
+    """Amount of work of some forward passes together."""
 
     layer_positions: float
-    """Tokens times layers."""
+    """Number of tokens times number of layers that they run through."""
     logit_rows: float = 0.0
-    """Tokens whose logits are computed."""
+    """Number of tokens whose logits are computed."""
     written: float = 0.0
-    """Bytes stored."""
+    """Bytes written to the store."""
 
     def operations(self, config: Architecture) -> float:
         """Floating-point operations of the matrix products, two for each multiply-add.
@@ -74,13 +74,13 @@ class PassWork:
 def expected_duration(
     source: ModelSource, work: PassWork, earlier: Mapping[str, Any] | None, share: float
 ) -> Estimate:
-    """Expected wall time of work, from a similar earlier run or from a count of operations.
+    """Estimate the wall time of forward passes, from an earlier run of the model or by counting operations.
 
     Arguments:
         source: the model.
-        work: the work to do.
+        work: amount of work.
         earlier: provenance of the earlier run, with `seconds` and `setup_seconds`; None if there is none.
-        share: ratio of this work to that of the earlier run.
+        share: ratio of this work to the work of the earlier run.
 
     Returns:
         An estimate with `seconds` and `setup_seconds` only; empty if neither source is available.
@@ -97,16 +97,15 @@ def expected_duration(
 
 
 def pass_seconds(source: ModelSource, work: PassWork) -> float | None:
-    """Expected seconds of passes on the CPU, without loading the model.
-
-    None on a GPU, whose rate is not measured while planning, and behind the transformers bridge.
+    """Expected seconds of passes on the CPU, from a count of operations, without loading the model.
 
     Arguments:
         source: the model.
         work: amount of work.
 
     Returns:
-        Seconds; None on a GPU, whose rate is not measured while planning, and behind the transformers bridge.
+        Seconds; None on a GPU, whose rate is not measured while planning, and for a model that transformers
+        runs.
     """
     if source.device is not None and source.device != "cpu":
         return None
@@ -120,7 +119,7 @@ def pass_seconds(source: ModelSource, work: PassWork) -> float | None:
 
 
 def load_seconds(source: ModelSource) -> float:
-    """Expected seconds to load a model; 0 if it is already loaded."""
+    """Expected seconds to import torch and read the weights of a model; 0 if it is already loaded."""
     if source.files is None:
         return 0.0
     counts = source.config.weight_counts

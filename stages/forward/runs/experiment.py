@@ -69,8 +69,10 @@ CellLabels = Mapping[str, Any]
 
 
 class Experiment(ABC):
-    """Declaration of a stage made of runs. A frozen dataclass whose fields are its parameters, plain
-    values."""
+    """A stage that needs forward passes: which runs, what is measured of each, and the resulting arrays.
+
+    A subclass is a frozen dataclass whose fields are the parameters, plain values.
+    """
 
     name: ClassVar[str]
     """Experiment name, part of every result key."""
@@ -79,7 +81,7 @@ class Experiment(ABC):
     outputs: ClassVar[Mapping[str, Output]]
     """All arrays that the experiment can return; `outputs_on` selects those of given parameters."""
     resources: ClassVar[tuple[str, ...]] = ("model",)
-    """Names of the resources it reads."""
+    """Names of the resources that the experiment reads, besides its parameters."""
     reads_text: ClassVar[bool] = False
     """Whether results contain text of the tokenizer, which is then part of the key."""
 
@@ -92,16 +94,22 @@ class Experiment(ABC):
 
     @property
     def registered(self) -> str:
-        """Name of the kind of experiment; for several random draws of one experiment, the name of that
-        one."""
+        """Name under which `registry` lists the experiment.
+
+        An experiment that repeats another one with random draws has the name of that one.
+        """
         return self.name
 
     def params(self) -> dict[str, Any]:
-        """JSON values that determine all results together with the cell: token ids, seeds, metrics."""
+        """Parameters as JSON values (token ids, seeds, metrics), which enter the key of every result."""
         return dict(vars(self))
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """The arrays that these parameters return on a model; checked when the cells are joined."""
+        """The arrays that the experiment returns with its parameters on a model; checked before storing.
+
+        Arguments:
+            config: architecture of the model.
+        """
         return self.outputs
 
     @classmethod
@@ -122,29 +130,39 @@ class Experiment(ABC):
 
     @classmethod
     def describe(cls) -> str:
-        """Declaration as readable text: name, version, parameters, outputs."""
+        """Name, version, parameters and outputs of the experiment as text to read."""
         return cls.declaration().describe()
 
     @abstractmethod
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """Cell labels, in the order in which `joined` concatenates cell datasets."""
+        """Divide the experiment into parts (cells) that are computed and stored one by one.
+
+        Arguments:
+            config: architecture of the model.
+
+        Returns:
+            Labels of each part, e.g. {"layer": 3}, in the order in which `joined` gets their datasets.
+        """
 
     @property
     def baseline(self) -> Hashable | None:
-        """Everything that `prepare` depends on, besides the model; None if unknown.
+        """Everything except the model that the result of `prepare` depends on; None if unknown.
 
-        Experiments of one class with an equal baseline share one result of `prepare`.
+        Experiments of one class with an equal value share one result of `prepare`.
         """
         return None
 
     def prepare(self, model: Model) -> Any:
-        """Values that all cells need for their runs and measurements, such as clean activations or a
-        baseline."""
+        """Compute once what all cells need for their runs and measurements, such as clean activations.
+
+        Arguments:
+            model: the loaded model.
+        """
         return None
 
     @abstractmethod
     def runs(self, prepared: Any, cell: CellLabels) -> Sequence[Run]:
-        """The runs of one cell. prepared: result of `prepare`.
+        """The forward passes of one cell.
 
         Arguments:
             prepared: result of `prepare`.
@@ -152,19 +170,20 @@ class Experiment(ABC):
         """
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run] | None:
-        """Runs like those of a cell but with dummy payloads, for planning without a loaded model.
-
-        None if the runs depend on the result of `prepare`.
+        """Runs as costly as those of a cell, with arbitrary tensors, for planning without a loaded model.
 
         Arguments:
             config: architecture of the model.
             cell: labels of the cell.
+
+        Returns:
+            The runs; None if their number or shape depends on the result of `prepare`.
         """
         return None
 
     @abstractmethod
     def measure(self, prepared: Any, cell: CellLabels, result: HookCache) -> Any:
-        """Measurement of one run, numbers or numpy arrays; its activations are freed afterwards.
+        """Measure one run, as numbers or numpy arrays; its activations are freed afterwards.
 
         Arguments:
             prepared: result of `prepare`.
@@ -173,7 +192,7 @@ class Experiment(ABC):
         """
 
     def measure_run(self, prepared: Any, cell: CellLabels, number: int, result: HookCache) -> Any:
-        """As `measure`, for run `number` of the cell; overridden if runs are measured differently.
+        """Measure run `number` of a cell; by default with `measure`, overridden if runs differ.
 
         Arguments:
             prepared: result of `prepare`.
@@ -185,7 +204,7 @@ class Experiment(ABC):
 
     @abstractmethod
     def dataset(self, prepared: Any, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """The measurements of the runs of a cell, in order, as a labelled dataset with units.
+        """Make a labelled dataset with units of the measurements of one cell.
 
         Arguments:
             prepared: result of `prepare`.
@@ -194,9 +213,13 @@ class Experiment(ABC):
         """
 
     def joined(self, parts: Sequence[xr.Dataset]) -> xr.Dataset:
-        """Join the datasets of all cells, in order. By default there must be exactly one cell."""
-        (whole,) = parts
-        return whole
+        """Join the datasets of all cells into the result; this default is for experiments of one cell.
+
+        Arguments:
+            parts: dataset of each cell, in the order of `cells`.
+        """
+        (dataset,) = parts
+        return dataset
 
     @property
     def pinned(self) -> Sequence[Pinned]:
@@ -209,29 +232,29 @@ class Experiment(ABC):
         *,
         memory: int | str | None = None,
     ) -> ExperimentNode:
-        """Bind the experiment to a model, as a workflow node.
+        """Make a pipeline node that runs the experiment on a model.
 
         Arguments:
             model: a loaded model, or a reference to one.
-            memory: most bytes of activations, or "2GiB"; None for 1 GiB.
+            memory: most bytes of activations, as a number or such as "2GiB"; None for 1 GiB.
         """
         return ExperimentNode(self, ModelSource.of(model), memory=memory)
 
 
 class ExperimentNode(ResultNode):
-    """Workflow node that runs an experiment on a model."""
+    """Pipeline node that runs an experiment on a model and stores its cells one by one."""
 
     inputs: tuple[Node, ...] = ()
 
     def __init__(
         self, experiment: Experiment, source: ModelSource, *, memory: int | str | None = None
     ) -> None:
-        """Bind an experiment to a model; nothing is computed.
+        """Combine an experiment with a model; nothing is computed.
 
         Arguments:
             experiment: declares cells, runs and measurements.
             source: the model.
-            memory: most bytes of activations, or "2GiB"; None for 1 GiB.
+            memory: most bytes of activations, as a number or such as "2GiB"; None for 1 GiB.
         """
         self.experiment = experiment
         self.source = source
@@ -245,22 +268,26 @@ class ExperimentNode(ResultNode):
 
     @property
     def pinned(self) -> Sequence[Pinned]:
-        """Resources of the experiment besides the model, which is checked when it is loaded."""
+        """Files that must not change meanwhile, without those of the model, which are checked on loading."""
         return self._pinned
 
     # -- identity
 
     def key(self, store: Store) -> ResultKey:
-        """Key of the joined result: parameters, and labels of all cells."""
+        """Key of the joined result; it contains the parameters, and the labels of all cells."""
         cells = [dict(cell) for cell in self.cells()]
         return self._key(self.name, {**self.experiment.params(), "cells": cells})
 
     def cells(self) -> Sequence[CellLabels]:
-        """Labels of all cells."""
+        """Labels of the cells, the parts of the experiment that are computed and stored one by one."""
         return self.experiment.cells(self.source.config)
 
     def cell_key(self, cell: CellLabels) -> ResultKey:
-        """Result key of one cell, independent of which further cells are requested."""
+        """Key of the result of one cell; it does not depend on which other cells are computed.
+
+        Arguments:
+            cell: labels of the cell, e.g. {"layer": 3}.
+        """
         return self._key(f"{self.name}/cell", {**self.experiment.params(), "cell": dict(cell)})
 
     def _key(self, label: str, params: Mapping[str, Any]) -> ResultKey:
@@ -272,13 +299,13 @@ class ExperimentNode(ResultNode):
 
     @remembered
     def missing(self, store: Store) -> list[CellLabels]:
-        """Labels of cells missing from the store."""
+        """Labels of the cells whose results are not in the store."""
         return [cell for cell in self.cells() if store.lookup(self.cell_key(cell)) is None]
 
     # -- planning
 
     def status(self, store: Store) -> Status:
-        """Cache status: whether the joined result is stored, otherwise the reason and number of stored cells.
+        """Whether the joined result is stored; if not, why, and how many of its cells are stored.
 
         Raises:
             SourceChanged: if the model or a resource has changed since this node was created.
@@ -297,7 +324,7 @@ class ExperimentNode(ResultNode):
             return Status(False, reason, cells, cells - len(missing))
 
     def estimate(self, store: Store) -> Estimate:
-        """Peak memory, planned work and expected seconds of the missing cells.
+        """Estimate peak memory, planned work and seconds of the cells that are not stored.
 
         Seconds are scaled from the newest result of such an experiment on this model, by the number of runs,
         or of cells if runs cannot be planned.
@@ -308,7 +335,7 @@ class ExperimentNode(ResultNode):
         work = "" if planned is None else planned.describe()
         if planned is not None and len(self.missing(store)) < len(self.cells()):
             n_runs = sum(len(self.experiment.sketch(self.source.config, cell) or ()) for cell in self.cells())
-            work = f"{n_runs} runs asked, {n_runs - planned.runs} of them stored; {work}"
+            work = f"{n_runs} runs requested, {n_runs - planned.runs} of them stored; {work}"
         return replace(self._duration(store, planned), peak_bytes=as_bytes(self.memory) or 0, work=work)
 
     def _duration(self, store: Store, planned: SweepPlan | None) -> Estimate:
@@ -328,7 +355,7 @@ class ExperimentNode(ResultNode):
         return Estimate(seconds=round(seconds, 3), setup_seconds=last.get("setup_seconds", 0.0))
 
     def plan(self, store: Store) -> SweepPlan | None:
-        """Plan of the runs of the missing cells; None if the runs depend on a loaded model."""
+        """Plan the runs of the cells that are not stored; None if the runs depend on a loaded model."""
         config = self.source.config
         resolved = []
         for cell in self.missing(store):
@@ -356,11 +383,15 @@ class ExperimentNode(ResultNode):
     # -- running
 
     def require_workers(self, context: Context) -> None:
-        """Raise PlanError for a model that other processes cannot load."""
+        """Raise PlanError for a loaded model, which worker processes cannot load by name.
+
+        Arguments:
+            context: cluster or number of workers.
+        """
         self.source.for_workers()
 
     def run(self, store: Store, context: Context) -> None:
-        """Compute and publish the missing cells, here or on workers; then publish the joined result.
+        """Compute and store the missing cells, here or on workers; then store the joined result.
 
         Arguments:
             store: where to publish.
@@ -387,7 +418,7 @@ class ExperimentNode(ResultNode):
                 self._put(store, whole, joined, took, lambda: self.key(store), counts)
 
     def compute(self, store: Store, cells: Sequence[CellLabels], advance: Any = lambda: None) -> int:
-        """Compute and publish cells, with about `TOGETHER` runs planned at a time.
+        """Compute and store cells, with about `TOGETHER` runs planned at a time.
 
         Arguments:
             store: where to publish.
@@ -442,8 +473,9 @@ class ExperimentNode(ResultNode):
         listed: Sequence[Sequence[Run]],
         advance: Any,
     ) -> None:
-        """Compute the runs of cells together, and publish each cell when its last run is measured."""
+        """Compute the runs of several cells together, and store each cell when its last run is measured."""
         experiment = self.experiment
+        # For each run: (number of its cell, index of the run in the cell).
         place = [(number, i) for number, runs in enumerate(listed) for i in range(len(runs))]
         measurements: list[dict[int, Any]] = [{} for _ in cells]
 
@@ -477,7 +509,7 @@ class ExperimentNode(ResultNode):
             store: store of the results.
             expected: digest of the key when the experiment was planned.
         """
-        _require(self.name, expected, self.key(store))
+        _require_same_key(self.name, expected, self.key(store))
 
     def _put(
         self,
@@ -494,7 +526,13 @@ class ExperimentNode(ResultNode):
             **took(),
             "bytes_written": int(dataset.nbytes),
         }
-        self.publish(store, key, dataset, note, lambda: _require(self.name, key.digest, recompute_key()))
+        self.publish(
+            store,
+            key,
+            dataset,
+            note,
+            lambda: _require_same_key(self.name, key.digest, recompute_key()),
+        )
 
 
 def tokenizer_input(source: ModelSource) -> dict[str, str]:
@@ -502,22 +540,22 @@ def tokenizer_input(source: ModelSource) -> dict[str, str]:
     return {} if source.tokenizer_digest is None else {"tokenizer": source.tokenizer_digest}
 
 
-def _require(name: str, expected: str, now: ResultKey) -> None:
+def _require_same_key(name: str, expected: str, now: ResultKey) -> None:
     if now.digest != expected:
         raise SourceChanged(
-            f"{name}: expected the metrics it was planned with, found others (key {expected[:12]} -> "
-            f"{now.short}): something their code reads changed meanwhile, is changed by the code itself, or "
-            "is another one on this worker; nothing was stored, make it constant and run again"
+            f"{name}: expected metrics with the same code as when the run was planned, found other code (key "
+            f"{expected[:12]} became {now.short}), because a value that it reads changed, or differs on this "
+            "worker; nothing was stored: make that value constant, and run again"
         )
 
 
 def compute_cells(node: ExperimentNode, store: Store, group: Group, expected: str) -> None:
-    """Compute and publish cells; a task for a worker.
+    """Compute and store some cells of an experiment on a worker.
 
     Arguments:
         node: the experiment on its model.
-        store: where to publish.
-        group: the cells.
+        store: store of the results.
+        group: labels of the cells.
         expected: digest of the key of the joined result, as planned.
 
     Raises:

@@ -19,7 +19,7 @@ __all__ = ["mean_activations", "position_axis"]
 
 
 def position_axis(point: HookPoint) -> int:
-    """Index of the position axis of an activation without batch axis."""
+    """Index of the position axis at a hook point, in an activation without its batch axis."""
     return point.dims.index("position") - 1
 
 
@@ -52,8 +52,8 @@ def mean_activations(
             # Sums over many tokens lose digits in the dtype of the model.
             value = cache[point][0].double()
             value = value.narrow(axis, skip, value.shape[axis] - skip)
-            part = value if per_position else value.sum(axis, keepdim=True)
-            sums[point] = sums[point] + part if point in sums else part
+            prompt_sum = value if per_position else value.sum(axis, keepdim=True)
+            sums[point] = sums[point] + prompt_sum if point in sums else prompt_sum
     # Every token counts alike, so that long prompts weigh more than short ones.
     count = len(prompts) if per_position else sum(len(ids) - skip for ids in prompts)
     return {point: (total / count).to(model.dtype) for point, total in sums.items()}

@@ -31,16 +31,16 @@ __all__ = ["Run", "plan", "run", "stream"]
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One prompt under one HookSpec.
+    """One forward pass over one prompt, with its captures, interventions and wanted logits.
 
     Raises:
         PromptError: unless `prompt` is a single prompt.
     """
 
     prompt: str | Sequence[int]
-    """A text, or token ids in any form that `Model.tokenize` takes; ids are kept as a tuple."""
+    """A text, or token ids in any form that `Model.tokenize` accepts; token ids are stored as a tuple."""
     hooks: HookSpec | None = None
-    """Captures and interventions; None for neither."""
+    """Captures and interventions; None for a pass without any."""
     want: Logits | None = LAST_LOGITS
     """Logits to return, by default those of the last position; None computes none."""
 
@@ -56,19 +56,19 @@ class Run:
 def stream(
     model: Model, runs: Sequence[Run], *, memory: int | str | None = None
 ) -> Iterator[tuple[int, HookCache]]:
-    """Compute runs together, and yield each result when it is complete.
+    """Compute runs together, sharing layers and positions, and yield each result when it is complete.
 
     A result equals that of `Model.forward` for the prompt alone, within rounding. Equal runs are computed
     once, but share no tensors.
 
     Arguments:
         model: a loaded model.
-        runs: the runs.
-        memory: most bytes of activations, or "2GiB"; None for 1 GiB.
+        runs: prompts with their captures and interventions.
+        memory: most bytes of activations, as a number or such as "2GiB"; None for 1 GiB.
 
     Yields:
-        (index of the run, result). The order is that of the plan, not of the list. Logits are [1, position,
-        token]; captures have a batch axis of length one.
+        (index in `runs`, result), in the order of completion. Logits are [1, position, token];
+        captures have a batch axis of length one.
 
     Raises:
         PromptError, HookPointNotFound, InterventionError: for an invalid run, before anything is computed.
@@ -91,20 +91,21 @@ def run(
     store: Store | None = None,
     memory: int | str | None = None,
 ) -> list[HookCache]:
-    """Compute runs together, and return all results in order; `stream` yields them one by one.
+    """Compute runs together, sharing layers and positions, and return all results in order.
 
     Arguments:
         model: a loaded model.
-        runs: the runs.
+        runs: prompts with their captures and interventions.
         store: store to read results from, and to write new results to; None for no store.
-        memory: most bytes of activations, or "2GiB"; None for 1 GiB.
+        memory: most bytes of activations, as a number or such as "2GiB"; None for 1 GiB.
 
     Returns:
         One result per run, equal to that of `Model.forward` for the prompt alone, within rounding.
 
     Raises:
-        PromptError, HookPointNotFound, InterventionError, PlanError: as `stream`.
-        ConfigError: for a store with a model that has no identity.
+        PromptError, HookPointNotFound, InterventionError: for an invalid run, before anything is computed.
+        PlanError: if one run needs more memory, before anything is computed.
+        ConfigError: for a store with a model whose weights were made in memory, which has no key.
     """
     _require_runs(model, runs)
     if store is None:
@@ -121,12 +122,16 @@ def run(
 
 
 def plan(model: Model, runs: Sequence[Run], *, memory: int | str | None = None) -> SweepPlan:
-    """The plan by which `stream` would compute these runs; computes nothing. Raises as `stream`.
+    """Plan which layers and positions of some runs are computed together, without computing anything.
 
     Arguments:
         model: a loaded model.
-        runs: the runs.
-        memory: most bytes of activations, or "2GiB"; None for 1 GiB.
+        runs: prompts with their captures and interventions.
+        memory: most bytes of activations, as a number or such as "2GiB"; None for 1 GiB.
+
+    Raises:
+        PromptError, HookPointNotFound, InterventionError: for an invalid run.
+        PlanError: if one run needs more memory.
     """
     return _planned(model, [resolve(model, item) for item in runs], memory)
 
@@ -146,11 +151,11 @@ def _planned(model: Model, resolved: Sequence[Wanted], memory: int | str | None)
 
 
 def resolve(model: Model, run: Run) -> Wanted:
-    """A run with its prompt tokenised and its spec bound and checked against a model.
+    """Tokenise the prompt of a run, and check its captures and interventions against a model.
 
     Arguments:
         model: a loaded model.
-        run: the run.
+        run: prompt, captures, interventions and wanted logits.
     """
     (tokens,) = model.tokenize(run.prompt)
     spec = model.bind(run.hooks)

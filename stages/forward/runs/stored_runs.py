@@ -44,35 +44,35 @@ Compute = Callable[[Sequence[int]], Iterable[tuple[int, HookCache]]]
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Consecutive runs of equal shape."""
+    """Consecutive runs of equal prompt length, logits and captures, stored as one dataset."""
 
     runs: tuple[int, ...]
-    """Indices of the runs in the list."""
+    """Indices of the runs in the list of all runs."""
     key: ResultKey
     """Key of the stored dataset."""
     captures: tuple[Capture, ...]
-    """Captures of each run."""
+    """Captures of each run, the same for all."""
 
 
 def stored(model: Model, resolved: Sequence[Wanted], store: Store, compute: Compute) -> dict[int, HookCache]:
-    """Results of runs, read from the store or computed and then stored.
+    """Read the results of runs from a store; compute the missing ones and store them.
 
     Arguments:
         model: a model with an identity.
-        resolved: the runs.
+        resolved: all runs, with tokenised prompts.
         store: store of the results.
-        compute: computes the runs with these indices; yields (position in the argument, result).
+        compute: computes the runs with given indices; yields (position among these indices, result).
 
     Returns:
-        Index of the run -> result.
+        Index in `resolved` -> result.
     """
     source = ModelSource(model)
-    groups = list(_groups(source.identity.digest, resolved))
+    groups = list(_split_into_groups(source.identity.digest, resolved))
     results: dict[int, HookCache] = {}
     waiting: dict[int, RunGroup] = {}
     for group in groups:
         if store.lookup(group.key) is not None:
-            results.update(_read(store, group, resolved, model))
+            results.update(_read_group(store, group, resolved, model))
         else:
             waiting.update(dict.fromkeys(group.runs, group))
     # A killed call may have stored some groups: runs of the others are computed together.
@@ -84,12 +84,12 @@ def stored(model: Model, resolved: Sequence[Wanted], store: Store, compute: Comp
             group = waiting[index]
             # The planner yields in its own order, so any run may be the last of its group.
             if all(i in results for i in group.runs):
-                _publish(store, group, [results[i] for i in group.runs], source, took)
+                _publish_group(store, group, [results[i] for i in group.runs], source, took)
     return results
 
 
-def _groups(identity: str, resolved: Sequence[Wanted]) -> Iterator[RunGroup]:
-    """Split a list of runs into groups, in order."""
+def _split_into_groups(identity: str, resolved: Sequence[Wanted]) -> Iterator[RunGroup]:
+    """Split a list of runs into groups of consecutive runs of equal shape, at most `GROUP` each."""
     start = 0
     while start < len(resolved):
         first_run = resolved[start]
@@ -104,26 +104,31 @@ def _groups(identity: str, resolved: Sequence[Wanted]) -> Iterator[RunGroup]:
         start = stop
 
 
-def _publish(
+def _publish_group(
     store: Store, group: RunGroup, results: Sequence[HookCache], source: ModelSource, took: Took
 ) -> None:
-    """Publish the results of a group. SourceChanged if the model no longer has the identity in the key.
+    """Store the results of a group as one dataset.
 
-    took: time and memory since the call began; groups that are computed together cannot be told apart.
+    Arguments:
+        store: store of the results.
+        group: the runs and the key of their dataset.
+        results: result of each run.
+        source: the model; SourceChanged is raised if it no longer has the identity in the key.
+        took: time and memory since the call began; groups that are computed together cannot be told apart.
     """
     import xarray as xr
 
     arrays: dict[str, Any] = {}
     if results[0].has_logits:
         logits = torch.cat([result.logits for result in results])
-        named = {"units": "logits", "long_name": "next-token logits"}
-        arrays["logits"] = (("run", "want_position", "want_token"), _storable(logits), named)
+        attrs = {"units": "logits", "long_name": "next-token logits"}
+        arrays["logits"] = (("run", "want_position", "want_token"), _as_numpy(logits), attrs)
     for number, capture in enumerate(group.captures):
         values = torch.cat([result.require(capture.point, when=capture.when) for result in results])
         dims = ("run", *(_axis_name(axis, number) for axis in capture.point.dims[1:]))
-        arrays[_name(capture)] = (
+        arrays[_variable_name(capture)] = (
             dims,
-            _storable(values),
+            _as_numpy(values),
             {"long_name": f"{capture.point}, {capture.when}"},
         )
     coords = {"run": np.arange(len(results))}
@@ -132,20 +137,22 @@ def _publish(
     store.put_result(group.key, dataset, provenance=note, confirm=source.check)
 
 
-def _read(
+def _read_group(
     store: Store, group: RunGroup, resolved: Sequence[Wanted], model: Model
 ) -> Iterator[tuple[int, HookCache]]:
-    """(index, result) of the runs of a stored group, on the model's device."""
+    """Read the results of a stored group, as (index of the run, result on the model's device) pairs."""
     dataset = store.open_result(group.key).load()
     for row, index in enumerate(group.runs):
         logits = _tensor(dataset, "logits", row, model) if "logits" in dataset else None
-        captured = {capture: _tensor(dataset, _name(capture), row, model) for capture in group.captures}
+        captured = {
+            capture: _tensor(dataset, _variable_name(capture), row, model) for capture in group.captures
+        }
         yield index, HookCache([list(resolved[index].tokens)], logits, captured)
 
 
 def _shape(run: Wanted) -> dict[str, Any]:
     """Prompt length, logits and captures of a run, as JSON values; equal for all runs of a group."""
-    want = None if run.want is None else [_plain(run.want.positions), _plain(run.want.tokens)]
+    want = None if run.want is None else [_as_list(run.want.positions), _as_list(run.want.tokens)]
     return {
         "length": len(run.tokens),
         "want": want,
@@ -153,7 +160,7 @@ def _shape(run: Wanted) -> dict[str, Any]:
     }
 
 
-def _plain(indices: Sequence[int] | None) -> list[int] | None:
+def _as_list(indices: Sequence[int] | None) -> list[int] | None:
     # A range and a tuple of the same tokens have one key.
     return None if indices is None else list(indices)
 
@@ -163,8 +170,8 @@ def _run_digest(identity: str, run: Wanted) -> str:
     return RunKey(identity, tokens.digest, run.spec.run_digest).digest
 
 
-def _name(capture: Capture) -> str:
-    """Variable name of a capture: one per layer, because runs may capture any layers of any kind."""
+def _variable_name(capture: Capture) -> str:
+    """Name of a capture in the stored dataset; one per layer, because runs may capture any layers."""
     layer = "" if capture.point.layer is None else f"_{capture.point.layer}"
     return f"{capture.variable}{layer}"
 
@@ -174,8 +181,8 @@ def _axis_name(axis: str, number: int) -> str:
     return axis if axis in ("position", "query_position", "key_position", "hidden") else f"{axis}_{number}"
 
 
-def _storable(values: torch.Tensor) -> npt.NDArray[Any]:
-    """A numpy array of a tensor; bfloat16, which numpy lacks, as float32, which holds it exactly."""
+def _as_numpy(values: torch.Tensor) -> npt.NDArray[Any]:
+    """Convert a tensor to numpy; bfloat16, which numpy lacks, becomes float32, which holds it exactly."""
     wide = values.float() if values.dtype == torch.bfloat16 else values
     return wide.cpu().numpy()
 

@@ -44,21 +44,21 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 @dataclass(frozen=True)
 class AddedToken:
-    """A token that is matched in a text before the rest is cut into pieces."""
+    """A token that a tokenizer matches in a text before it cuts the rest into pieces."""
 
     # Field names are those of `tokenizers.AddedToken` and enter the digest of a tokenizer.
     content: str
-    """Its text."""
+    """Text of the token."""
     single_word: bool = False
-    """Whether it only matches where no letter or digit touches it."""
+    """Whether the token only matches where no letter or digit touches it."""
     lstrip: bool = False
-    """Whether it includes white space before it."""
+    """Whether a match includes the white space before it."""
     rstrip: bool = False
-    """Whether it includes white space after it."""
+    """Whether a match includes the white space after it."""
     normalized: bool = True
-    """Whether it is matched in the normalised text instead of the original."""
+    """Whether the token is matched in the normalised text instead of the original."""
     special: bool = False
-    """Whether decoding can leave it out."""
+    """Whether decoding can leave the token out, as it does for BOS."""
 
     def __str__(self) -> str:
         return self.content
@@ -73,11 +73,11 @@ class DeclaredTokens:
     """Tokens that the settings of a tokenizer declare."""
 
     named: Mapping[str, Declaration]
-    """Role -> token: `ROLES`, then roles that only this model has."""
+    """Role, e.g. "bos_token" -> token: standard roles first, then roles that only this model has."""
     extra: Sequence[Declaration]
     """Special tokens without a role."""
     listed: Sequence[AddedToken]
-    """Tokens listed as added, by ascending id."""
+    """Tokens that the settings add to the vocabulary, by ascending id."""
     splits_special: bool
     """Whether special tokens in a text are cut into pieces like other text."""
 
@@ -85,7 +85,7 @@ class DeclaredTokens:
     def of(
         cls, settings: Mapping[str, Any], file_tokens: Mapping[int, AddedToken], pad: str | None = None
     ) -> DeclaredTokens:
-        """Declarations in settings from `read_settings`.
+        """Collect the declared tokens from the settings that `read_settings` returns.
 
         Arguments:
             settings: keys of tokenizer_config.json, and what `read_settings` adds.
@@ -98,7 +98,7 @@ class DeclaredTokens:
         values = {key: _typed(value, key) for key, value in settings.items()}
         # A list of added tokens hides both older files (transformers 5).
         if values.get(_DECODER) is not None:
-            by_id = _by_id(values[_DECODER])
+            by_id = _tokens_by_id(values[_DECODER])
         else:
             by_id = {**values.get(_OLD_ADDED, {}), **file_tokens}
         by_text = {token.content: token for token in by_id.values()}
@@ -114,11 +114,17 @@ class DeclaredTokens:
         named |= {key: value for key, value in values.items() if _is_role(key) and _is_declaration(value)}
         by_role = values.get(_BY_ROLE) or {}
         if not isinstance(by_role, Mapping):
-            raise TokenizerError(f"expected {_BY_ROLE} as tokens by role, found {by_role!r}")
+            raise TokenizerError(
+                f'{CONFIG}: expected {_BY_ROLE} as an object such as {{"image_token": "<image>"}}, found '
+                f"{by_role!r}; correct the file, or fetch it again"
+            )
         named |= {str(role): _declaration(value, str(role)) for role, value in by_role.items()}
         extra = values[_EXTRA] if _EXTRA in values else values.get(_ADDITIONAL)
         if not isinstance(extra or (), list | tuple):
-            raise TokenizerError(f"expected {_EXTRA} as a list of tokens, or tokens by role, found {extra!r}")
+            raise TokenizerError(
+                f"{CONFIG}: expected {_EXTRA} as a list of tokens, or an object of tokens by role, found "
+                f"{extra!r}; correct the file, or fetch it again"
+            )
         return cls(
             {role: token for role, token in named.items() if token is not None},
             tuple(_declaration(value, _EXTRA) for value in extra or ()),
@@ -128,11 +134,13 @@ class DeclaredTokens:
 
     @property
     def texts(self) -> dict[str, str]:
-        """Role -> text of its token."""
+        """Role, e.g. "bos_token" -> text of the token."""
         return {role: str(token) for role, token in self.named.items()}
 
     def to_add(self, file_tokens: Collection[AddedToken]) -> list[AddedToken]:
-        """Tokens to add after those of tokenizer.json, in order; one that exists gets its flags replaced.
+        """Tokens to add to the vocabulary of tokenizer.json, in the order of their new ids.
+
+        A token that exists already keeps its id, and gets these flags.
 
         Arguments:
             file_tokens: tokens that tokenizer.json itself adds.
@@ -144,11 +152,14 @@ class DeclaredTokens:
             if str(token) not in present and token not in tokens:
                 tokens.append(token)
         roles = {text for text in self.texts.values() if text}
-        return [_added(token, is_named=str(token) in roles) for token in tokens]
+        return [_as_added_token(token, is_named=str(token) in roles) for token in tokens]
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json, the older files where they count, and chat_template.jinja.
+    """Read the settings of a tokenizer: tokenizer_config.json and chat_template.jinja.
+
+    special_tokens_map.json and added_tokens.json, which older versions wrote, are read only if
+    tokenizer_config.json does not list the added tokens.
 
     Arguments:
         folder: folder of the tokenizer.
@@ -156,9 +167,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
     Raises:
         TokenizerError: for a file that is not a JSON object, or a template that is not UTF-8.
     """
-    settings = _by_version_5(_json(folder / CONFIG))
+    settings = _with_keys_of_version_5(_json_or_empty(folder / CONFIG))
     if settings.get(_DECODER) is None:
-        _add_older(settings, _json(folder / SPECIAL), _json(folder / ADDED))
+        _add_older_files(settings, _json_or_empty(folder / SPECIAL), _json_or_empty(folder / ADDED))
     template = folder / TEMPLATE
     if require_content(template, TokenizerError):
         try:
@@ -168,8 +179,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _by_version_5(config: Mapping[str, Any]) -> dict[str, Any]:
-    """tokenizer_config.json with the keys of transformers 5; the model's own roles are under one key."""
+def _with_keys_of_version_5(config: Mapping[str, Any]) -> dict[str, Any]:
+    """tokenizer_config.json with the keys of transformers 5; roles that only this model has are one key."""
     settings = dict(config)
     if _ADDITIONAL in settings and not settings.get(_EXTRA):
         # The name of transformers 4 for the same key.
@@ -184,8 +195,8 @@ def _by_version_5(config: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _add_older(settings: dict[str, Any], special: Mapping[str, Any], added: Mapping[str, Any]) -> None:
-    """Merge the older files into settings.
+def _add_older_files(settings: dict[str, Any], special: Mapping[str, Any], added: Mapping[str, Any]) -> None:
+    """Merge special_tokens_map.json and added_tokens.json into the settings of a tokenizer.
 
     Arguments:
         settings: changed in place.
@@ -212,7 +223,10 @@ def _add_older(settings: dict[str, Any], special: Mapping[str, Any], added: Mapp
     tokens = {}
     for text, number in added.items():
         if not isinstance(number, int) or isinstance(number, bool):
-            raise TokenizerError(f"expected {ADDED} to give the id of {text!r}, found {number!r}")
+            raise TokenizerError(
+                f"expected {ADDED} to give the id of {text!r} as an integer, found {number!r}; correct the "
+                "file, or fetch it again"
+            )
         tokens[number] = AddedToken(text, normalized=text not in names, special=text in names)
     settings[_OLD_ADDED] = tokens
 
@@ -232,23 +246,26 @@ def _from_fields(fields: Mapping[str, Any], key: str) -> AddedToken:
     content = fields.get("content")
     if unknown or not isinstance(content, str) or not all(isinstance(flag, bool) for flag in flags.values()):
         raise TokenizerError(
-            f"expected {key} as a text, or as an object with content and {', '.join(_FLAGS)} (true or "
-            f"false), found {dict(fields)!r}"
+            f"tokenizer settings: expected {key} as a text, or as an object with content and "
+            f"{', '.join(_FLAGS)} (true or false), found {dict(fields)!r}; correct {CONFIG}"
         )
     # As in `tokenizers`: special tokens are matched in the text as it was written.
     flags.setdefault("normalized", not flags.get("special", False))
     return AddedToken(content, **flags)
 
 
-def _by_id(decoder: Any) -> dict[int, AddedToken]:
+def _tokens_by_id(decoder: Any) -> dict[int, AddedToken]:
     if not isinstance(decoder, Mapping) or not all(str(token).isdecimal() for token in decoder):
-        raise TokenizerError(f"expected {_DECODER} as tokens by their id, found {str(decoder)[:60]}")
+        raise TokenizerError(
+            f"{CONFIG}: expected {_DECODER} as an object with a token for each id, found "
+            f"{str(decoder)[:60]}; fetch the tokenizer again"
+        )
     tokens = {}
     for number, value in decoder.items():
         if not isinstance(value, Mapping | AddedToken):
             raise TokenizerError(
-                f"expected each entry of {_DECODER} to be an object with a content, found {value!r:.80} for "
-                f"token id {number}; fetch the tokenizer again"
+                f"{CONFIG}: expected each entry of {_DECODER} as an object with content, found {value!r:.80} "
+                f"for token id {number}; fetch the tokenizer again"
             )
         token = value if isinstance(value, AddedToken) else _from_fields(value, _DECODER)
         tokens[int(number)] = token
@@ -260,12 +277,14 @@ def _declaration(value: Any, key: str) -> Declaration:
     if isinstance(value, Mapping):
         return _from_fields({"special": True, **value}, key)
     if not _is_declaration(value):
-        raise TokenizerError(f"expected {key} as the text of a token, found {value!r}; correct {CONFIG}")
+        raise TokenizerError(
+            f"tokenizer settings: expected {key} as the text of a token, found {value!r}; correct {CONFIG}"
+        )
     declaration: Declaration = value
     return declaration
 
 
-def _added(token: Declaration, *, is_named: bool) -> AddedToken:
+def _as_added_token(token: Declaration, *, is_named: bool) -> AddedToken:
     if isinstance(token, str):
         return AddedToken(token, normalized=False, special=True)
     return replace(token, special=token.special or is_named)
@@ -280,8 +299,8 @@ def _is_declaration(value: Any) -> bool:
     return isinstance(value, str | AddedToken)
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no file."""
+def _json_or_empty(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty dict if there is no file."""
     if not require_content(path, TokenizerError):
         return {}
     # large_integers: model_max_length is often 10^30, "no limit" in transformers.

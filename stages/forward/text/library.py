@@ -28,17 +28,23 @@ if TYPE_CHECKING:
 
 
 class LibraryTokenizer(Tokenizer):
-    """A tokenizer.json with the tokens that files beside it add (declared.py); its digest covers both."""
+    """Tokenizer read from a tokenizer.json, with the tokens that other files in its folder declare.
+
+    Its digest covers both.
+    """
 
     def __init__(
         self, file: Path, settings: Mapping[str, Any] | None = None, *, name: str | None = None
     ) -> None:
-        """See `Tokenizer`.
+        """Read a tokenizer.json.
 
         Arguments:
             file: a tokenizer.json.
-            settings: content of tokenizer_config.json; None reads it beside the file.
-            name: name of the model; None for that of the folder.
+            settings: content of tokenizer_config.json; None reads it from the folder of the file.
+            name: name of the model; None for the name of the folder.
+
+        Raises:
+            TokenizerError: for a missing or malformed file.
         """
         import tokenizers
 
@@ -53,13 +59,13 @@ class LibraryTokenizer(Tokenizer):
         file_tokens, padding = _added_tokens(backend), backend.padding
         pad = None if padding is None else padding["pad_token"]
         super().__init__(file, settings, name=name, added=file_tokens, pad=pad)
-        self._backend = self._declaring(backend, file_tokens)
+        self._backend = self._with_declared_tokens(backend, file_tokens)
         self.digest = self._digest(data, file_tokens)
 
-    def _declaring(
+    def _with_declared_tokens(
         self, backend: tokenizers.Tokenizer, file_tokens: Mapping[int, AddedToken]
     ) -> tokenizers.Tokenizer:
-        """Apply the declarations of files beside tokenizer.json to the library's tokenizer."""
+        """Add the tokens that other files of the folder declare to the library's tokenizer, in place."""
         import tokenizers
 
         # Training scripts leave truncation and padding in the file; both would change prompts silently.
@@ -72,7 +78,7 @@ class LibraryTokenizer(Tokenizer):
         return backend
 
     def _digest(self, data: bytes, file_tokens: Mapping[int, AddedToken]) -> str:
-        """Digest of the file, and of added tokens and flags where other files change them."""
+        """Digest of tokenizer.json, and of the tokens and flags that other files of the folder change."""
         # Without changes the digest is that of the file, as for a tokenizer that stands alone.
         # Sorted by id, so that the digest does not depend on the order of the library's dict.
         changed = sorted(_added_tokens(self._backend).items() - file_tokens.items())
@@ -83,7 +89,7 @@ class LibraryTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included; a model's embedding may have more rows."""
+        """Number of tokens, including added tokens; a model's embedding may have more rows."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     @property
@@ -100,19 +106,32 @@ class LibraryTokenizer(Tokenizer):
         return _encoding(text, self._backend.encode(text, add_special_tokens=add_special))
 
     def _encode_batch(self, texts: Sequence[str], add_special: bool) -> list[Encoding]:
-        """See `Tokenizer`; on all cores."""
+        """Encode many texts on all cores; `add_special` adds the special tokens of the model."""
         results = self._backend.encode_batch(list(texts), add_special_tokens=add_special)
         return [_encoding(text, result) for text, result in zip(texts, results, strict=True)]
 
     def ids_of(self, texts: Sequence[str], *, add_special: bool = False) -> list[list[int]]:
-        """See `Tokenizer`; on all cores, without offsets."""
+        """Token ids of many texts, computed on all cores, without character offsets.
+
+        Arguments:
+            texts: the texts.
+            add_special: whether to add the special tokens of the model.
+        """
         checked = [as_text(text, self.name) for text in texts]
         # The fast form computes no offsets, which a corpus does not keep.
         results = self._backend.encode_batch_fast(checked, add_special_tokens=add_special)
         return [result.ids for result in results]
 
     def decode(self, ids: Sequence[int], *, keep_special: bool = True) -> str:
-        """Text of token ids. Raises TokenizerError for an id without a token."""
+        """Convert token ids to text.
+
+        Arguments:
+            ids: token ids.
+            keep_special: whether special tokens are part of the text.
+
+        Raises:
+            TokenizerError: for an id without a token.
+        """
         tokens = as_ids(ids)
         self.pieces(tokens)  # raises, where the library would skip such an id
         return str(self._backend.decode(tokens, skip_special_tokens=not keep_special))
@@ -121,28 +140,29 @@ class LibraryTokenizer(Tokenizer):
         """Text of one token as it reads inside a sentence, e.g. " Paris"; "" for an id without a token."""
         if self._piece(int(token)) is None:
             return ""
-        anchor, alone = self._anchor
-        whole = self._backend.decode([*anchor, int(token)], skip_special_tokens=False)
+        # After other tokens, because decoders strip the leading space of the first token.
+        preceding_ids, preceding_text = self._preceding
+        text = self._backend.decode([*preceding_ids, int(token)], skip_special_tokens=False)
         # Some decoders join pieces or strip spaces across tokens; the token is then decoded alone.
-        if whole.startswith(alone):
-            return str(whole[len(alone) :])
+        if text.startswith(preceding_text):
+            return str(text[len(preceding_text) :])
         return str(self._backend.decode([int(token)], skip_special_tokens=False))
 
     @cached_property
-    def _anchor(self) -> tuple[list[int], str]:
-        """Token ids of a short text, and that text: decoders strip the space of the first token only."""
+    def _preceding(self) -> tuple[list[int], str]:
+        """Token ids of a short text, and the text that they decode to."""
         ids = self._backend.encode("a", add_special_tokens=False).ids
         return ids, self._backend.decode(ids, skip_special_tokens=False)
 
 
 class VocabularyTokenizer(LibraryTokenizer):
-    """A tokenizer made from values instead of a tokenizer.json, built on first use.
+    """Tokenizer made from the vocabulary in a GGUF file, built on first use.
 
     Building takes 1.5 s for a vocabulary of 262,144 tokens.
     """
 
     def __init__(self, words: Words, file: Path, *, name: str) -> None:
-        """Prepare a tokenizer.
+        """Prepare a tokenizer that is built when it is first used.
 
         Arguments:
             words: vocabulary of a GGUF file.
@@ -186,28 +206,28 @@ class VocabularyTokenizer(LibraryTokenizer):
             backend.model = kind(vocab=words.ids, **arguments)
         except Exception as error:  # the library raises bare Exception, as for a tokenizer.json
             raise TokenizerError(
-                f"expected a vocabulary in {self._file}, found one that cannot be read ({error}); fetch it "
-                "again, or pass token ids instead of text"
+                f"expected a vocabulary in {self._file}, found one that cannot be read ({error}); fetch the "
+                "file again, or pass token ids instead of text"
             ) from error
-        return self._declaring(backend, self._file_tokens)
+        return self._with_declared_tokens(backend, self._file_tokens)
 
     def _encode(self, text: str, add_special: bool) -> Encoding:
         return self._encode_batch([text], add_special)[0]
 
     def _encode_batch(self, texts: Sequence[str], add_special: bool) -> list[Encoding]:
-        """See `Tokenizer`; encodings of few short texts are cached (remembered.py)."""
+        """Encode texts; encodings of few short texts come from a cache on disk (remembered.py)."""
         # Deferred: a cached encoding must not build the library's tokenizer.
         encode = partial(super()._encode_batch, texts, add_special)
         return cached_encodings(texts, add_special, self._cache_key, encode)
 
     @cached_property
     def _cache_key(self) -> str:
-        """Digest of the tokenizer with the version of the library."""
+        """Digest of the tokenizer and version of the library: both decide an encoding."""
         return f"{self.digest} tokenizers {version('tokenizers')}"
 
 
 def _added_tokens(backend: tokenizers.Tokenizer) -> dict[int, AddedToken]:
-    """Id -> token, of the tokens that are matched before a text is cut into pieces."""
+    """Id -> token, for the tokens that are matched before a text is cut into pieces."""
     names = [field.name for field in fields(AddedToken)]
     return {
         number: AddedToken(**{name: getattr(token, name) for name in names})

@@ -17,16 +17,17 @@ if TYPE_CHECKING:
 
 
 def tokenize(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model: str) -> list[list[int]]:
-    """Token ids of prompts, one list each; texts are encoded with the tokenizer's BOS rule.
+    """Token ids of prompts, one list each; the tokenizer adds BOS to texts where its model expects it.
 
     Arguments:
-        prompts: as for `as_rows`.
+        prompts: texts, token ids or a tokenizer's output, in any form that `as_rows` accepts.
         tokenizer: tokenizer of the model; None where it has none.
         config: architecture of the model, which knows vocabulary and context.
         model: name of the model, for messages.
 
     Raises:
-        PromptError: as `as_rows` and `check_prompts`.
+        PromptError: for prompts of another form, and for a prompt that is empty, too long for the model or
+            has an id out of range.
         TokenizerError: for texts without a tokenizer.
     """
     rows = [_encoding(row, tokenizer, model).ids if isinstance(row, str) else row for row in as_rows(prompts)]
@@ -42,10 +43,11 @@ def _encoding(text: str, tokenizer: Tokenizer | None, model: str, *, add_special
 
 
 def pack(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model: str) -> PackedTokens:
-    """Prompts as token ids end to end; texts with their character offsets.
+    """Concatenate the token ids of prompts into one array; texts are kept with their character offsets.
 
     Arguments:
-        prompts: as for `as_rows`, or packed tokens, which are checked and returned.
+        prompts: texts, token ids or a tokenizer's output, in any form that `as_rows` accepts; or
+            `PackedTokens`, which are checked and returned.
         tokenizer: tokenizer of the model; None where it has none.
         config: architecture of the model.
         model: name of the model, for messages.
@@ -81,11 +83,14 @@ def pack(prompts: Any, tokenizer: Tokenizer | None, config: Architecture, model:
 
 
 def with_target(encoding: Encoding, config: Architecture) -> Encoding:
-    """The encoding of a source with the start token of a target; unchanged unless prompts are pairs.
+    """For an encoder-decoder, append the decoder's start token to an encoded source text.
 
     Arguments:
         encoding: the encoded source.
         config: architecture of the model.
+
+    Returns:
+        The encoding with the start token; the encoding itself for a model that reads one sequence.
     """
     start = config.target_start
     if start is None:
@@ -108,7 +113,7 @@ def pair_ids(
     config: Architecture,
     model: str,
 ) -> list[int]:
-    """Token ids of a source and a target for an encoder-decoder; see `Model.pair`.
+    """Token ids of a source, the decoder's start token, and a target, for an encoder-decoder model.
 
     Arguments:
         source: text or token ids for the encoder.
@@ -123,8 +128,8 @@ def pair_ids(
     start = config.target_start
     if start is None:
         raise ConfigError(
-            f"expected a model with an encoder and a decoder to read pairs, found {model}, which reads one "
-            "sequence; join the two texts"
+            f"model.pair: expected an encoder-decoder model, found {model}, which reads one sequence; join "
+            "the two texts into one prompt"
         )
     row = one_row(source, "source")
     source_ids = _encoding(row, tokenizer, model).ids if isinstance(row, str) else row
@@ -137,16 +142,19 @@ def pair_ids(
 
 
 def as_pairs(rows: Sequence[Any], config: Architecture, model: str, *, fixed: bool = False) -> list[Any]:
-    """Prompts as pairs where the model is an encoder-decoder; unchanged elsewhere.
+    """For an encoder-decoder, check that each prompt is a source followed by a target.
 
     Arguments:
-        rows: token ids of each prompt; a source without a target gets the start token of one.
+        rows: token ids of each prompt; a source without a target gets the decoder's start token.
         config: architecture of the model.
         model: name of the model, for messages.
-        fixed: whether nothing may be added to the rows.
+        fixed: whether the rows must stay as they are, so that a missing start token is an error.
+
+    Returns:
+        The token ids of each prompt; `rows` unchanged for a model that reads one sequence.
 
     Raises:
-        PromptError: for two targets, a pair without source, or a side longer than the model's positions.
+        PromptError: for two targets, no source, or a source or target longer than the model's positions.
     """
     start = config.target_start
     return list(rows) if start is None else [_as_pair(row, start, config, model, fixed=fixed) for row in rows]
@@ -161,19 +169,19 @@ def _as_pair(row: Any, start: int, config: Architecture, model: str, *, fixed: b
     if len(starts) != 1 or starts[0] == 0:
         raise PromptError(
             f"expected a source and one target in each prompt of {model}, found targets that begin at "
-            f"{starts}; make prompts with model.pair(source, target)"
+            f"positions {starts}; make prompts with model.pair(source, target)"
         )
-    longest, most = max(starts[0], len(ids) - starts[0]), config.side_length
-    if most is not None and longest > most:
+    longer_side, limit = max(starts[0], len(ids) - starts[0]), config.side_length
+    if limit is not None and longer_side > limit:
         raise PromptError(
-            f"expected at most {most} positions of a source or a target, found {longest} in a prompt of "
-            f"{model}; shorten it"
+            f"expected at most {limit} tokens in the source and in the target of a prompt of {model}, found "
+            f"{longer_side}; shorten it"
         )
     return ids
 
 
 def pack_encodings(encodings: Sequence[Encoding]) -> PackedTokens:
-    """Encoded texts as token ids end to end, with their character offsets.
+    """Concatenate the token ids of encoded texts into one array, with the texts and character offsets.
 
     Raises:
         PromptError: for a text whose only tokens are special, as its activations would be those of a BOS.
@@ -183,7 +191,7 @@ def pack_encodings(encodings: Sequence[Encoding]) -> PackedTokens:
             added = f"only the {len(encoding)} that the tokenizer adds" if encoding.ids else "none"
             raise PromptError(
                 f"expected prompt {number} to have a token of its own, found {added} in {encoding.text!r}; "
-                "leave it out, or pass token ids to read a BOS alone"
+                "leave this prompt out, or pass token ids to read special tokens alone"
             )
     return PackedTokens.from_lists(
         [e.ids for e in encodings], texts=[e.text for e in encodings], offsets=[e.offsets for e in encodings]
@@ -193,24 +201,24 @@ def pack_encodings(encodings: Sequence[Encoding]) -> PackedTokens:
 def check_prompts(
     rows: Sequence[Any], vocab_size: int, context: int, model: str, unknown: int | None = None
 ) -> None:
-    """Check token ids of prompts.
+    """Check that the token ids of prompts can be read by a model.
 
     Arguments:
         rows: token ids of each prompt.
         vocab_size: one more than the largest valid id.
         context: most positions of a prompt.
         model: name of the model, for messages.
-        unknown: id that the model gives no position (`Architecture.unknown_token`); None without.
+        unknown: id of the padding token where the model computes no position for it; None without one.
 
     Raises:
-        PromptError: for the first prompt that is empty, too long, out of range, or holds the unknown id.
+        PromptError: for the first prompt that is empty, too long, out of range, or contains `unknown`.
     """
     if not rows:
-        raise PromptError("expected at least one prompt, found none")
+        raise PromptError("expected at least one prompt, found none; pass a text or token ids")
     for number, ids in enumerate(rows):
         where = f"prompt {number}" if len(rows) > 1 else "the prompt"
         if len(ids) == 0:
-            raise PromptError(f"expected at least one token, found {where} empty")
+            raise PromptError(f"expected at least one token in {where}, found none; leave it out")
         if len(ids) > context:
             raise PromptError(
                 f"{model} reads at most {context} positions, found {len(ids)} in {where}; shorten or split it"
@@ -219,28 +227,28 @@ def check_prompts(
         if low < 0 or high >= vocab_size:
             raise PromptError(
                 f"expected token ids in 0..{vocab_size - 1}, found {low if low < 0 else high} in {where}; "
-                "was it encoded with another tokenizer?"
+                f"encode it with the tokenizer of {model}"
             )
         if unknown is not None and unknown in ids:
             raise PromptError(
-                f"expected no padding in {where}, found token {unknown}, which has no position in {model}; "
-                "leave it out: prompts are never padded here"
+                f"expected no padding in {where}, found the padding token {unknown} of {model}; remove it, "
+                "because prompts of any length can be passed together"
             )
 
 
 def _check_packed(
     tokens: PackedTokens, vocab_size: int, context: int, model: str, unknown: int | None
 ) -> None:
-    """As `check_prompts` for packed tokens; looks at single prompts only if some number is out of range."""
+    """Raise PromptError for the first prompt of packed tokens that the model cannot read."""
     # Two numbers of the whole corpus decide: a loop over prompts would take longer than reading them.
-    is_wrong = tokens.row_size.max() > context or tokens.largest >= vocab_size
-    if is_wrong or (unknown is not None and tokens.holds(unknown)):
+    is_out_of_range = tokens.row_size.max() > context or tokens.largest >= vocab_size
+    if is_out_of_range or (unknown is not None and tokens.holds(unknown)):
         check_prompts(list(tokens), vocab_size, context, model, unknown)
 
 
 def no_tokenizer(model: str) -> TokenizerError:
-    """TokenizerError for text prompts of a model without tokenizer files."""
+    """Make the TokenizerError for text prompts of a model without tokenizer files."""
     return TokenizerError(
-        f"expected a tokenizer.json, or an {WORLD}, beside the weights of {model} to read text, found "
+        f"to read text, expected tokenizer.json or {WORLD} in the folder of the model {model}, found "
         "neither; add the file, or pass token ids"
     )

@@ -22,11 +22,11 @@ _TEXTS, _CHARACTERS = 64, 1 << 16
 def cached_encodings(
     texts: Sequence[str], add_special: bool, tokenizer: str, encode: Callable[[], list[Encoding]]
 ) -> list[Encoding]:
-    """Encodings of texts from the user's cache, or computed and added to it.
+    """Encodings of texts, from a cache on disk if it has all of them, else computed and added to it.
 
     Arguments:
-        texts: looked up one by one; all are encoded where one is missing.
-        add_special: whether special tokens are added to each.
+        texts: the texts, in order; many or long texts are encoded without the cache.
+        add_special: whether special tokens are added to each text.
         tokenizer: digest of everything that decides an encoding, versions included.
         encode: computes the encodings of all texts.
     """
@@ -37,25 +37,28 @@ def cached_encodings(
     keys = [
         content_digest(b"1" if add_special else b"0", text.encode("utf-8", "surrogatepass")) for text in texts
     ]
-    entries = [_read(cache.find(key).get(tokenizer), text) for key, text in zip(keys, texts, strict=True)]
+    entries = [
+        _encoding_from_json(cache.find(key).get(tokenizer), text)
+        for key, text in zip(keys, texts, strict=True)
+    ]
     cached = [encoding for encoding in entries if encoding is not None]
     if len(cached) == len(texts):
         return cached
     # All texts at once: building the tokenizer costs far more than encoding the known ones again.
     computed = encode()
     for key, encoding in zip(keys, computed, strict=True):
-        cache.add(key, tokenizer, _written(encoding))
+        cache.add(key, tokenizer, _encoding_to_json(encoding))
     return computed
 
 
-def _written(encoding: Encoding) -> str:
+def _encoding_to_json(encoding: Encoding) -> str:
     return json.dumps([encoding.ids, encoding.tokens, encoding.offsets, encoding.special])
 
 
-def _read(written: object, text: str) -> Encoding | None:
-    """A cached encoding; None for a missing or malformed entry, as the file may hold anything."""
+def _encoding_from_json(entry: object, text: str) -> Encoding | None:
+    """The encoding of a text from its cache entry; None for a missing or malformed entry."""
     try:
-        ids, tokens, offsets, special = json.loads(str(written))
+        ids, tokens, offsets, special = json.loads(str(entry))
         encoding = Encoding(
             [int(token) for token in ids],
             [str(token) for token in tokens],

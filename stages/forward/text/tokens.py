@@ -38,45 +38,48 @@ MASKS = ("[MASK]", "<mask>", "<|mask|>", "<|mdm_mask|>")
 
 @dataclass(frozen=True)
 class CharPosition:
-    """Token position of one character, exact or nearest."""
+    """Which token covers a character of a text, or is nearest to it."""
 
     char_pos: int
-    """The character."""
+    """Index of the character in the text."""
     token_idx: int | None
     """Position of the covering or nearest token; None for an empty text."""
     token: str | None
-    """Vocabulary piece of that token."""
+    """Text of this token in the vocabulary, e.g. "Ġis"; None for an empty text."""
     exact_match: bool
     """Whether the token covers the character."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """Token ids of a text, with their pieces and positions."""
+    """Token ids of a text, with the vocabulary entry and the characters of each token."""
 
     ids: list[int]
     """Token ids."""
     tokens: list[str]
-    """Vocabulary pieces, e.g. "Ġis"."""
+    """Text of each token in the vocabulary, e.g. "Ġis"."""
     offsets: list[tuple[int, int]]
     """Character range (start, end) of each token in `text`; (0, 0) for special tokens added around it."""
     special: list[bool]
-    """Whether a token was added by the post-processor."""
+    """Whether each token was added around the text by the tokenizer, such as BOS."""
     text: str
     """The encoded text."""
     byte_spans: list[tuple[int, int]] | None = None
-    """Offsets in UTF-8 bytes, where tokens may end inside a character; None elsewhere."""
+    """UTF-8 byte range (start, end) of each token, if tokens may end inside a character; None if not."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def byte_offsets(self) -> list[tuple[int, int]]:
-        """Offsets in UTF-8 bytes of the text; those of whole characters where there are no `byte_spans`."""
+        """Range (start, end) of each token in UTF-8 bytes of the text.
+
+        Without `byte_spans`, a token is taken to cover whole characters.
+        """
         if self.byte_spans is not None:
             return self.byte_spans
-        at = byte_positions(self.text)
-        return [(at[start], at[end]) for start, end in self.offsets]
+        byte_of = byte_positions(self.text)
+        return [(byte_of[start], byte_of[end]) for start, end in self.offsets]
 
     @property
     def splits_character(self) -> list[bool]:
@@ -90,7 +93,7 @@ class Encoding:
 
     @cached_property
     def spans(self) -> CharacterSpans:
-        """The offsets, in a form that finds tokens by character."""
+        """The offsets as an index that finds tokens by character."""
         start, end = zip(*self.offsets, strict=True) if self.offsets else ((), ())
         return CharacterSpans(start, end)
 
@@ -103,7 +106,7 @@ class Encoding:
         return self.spans.char_to_token_fuzzy(char)
 
     def char_to_token_start(self, char: int) -> int | None:
-        """First token that starts at a character or later."""
+        """First token that starts at a character or later; None if none does."""
         return self.spans.char_to_token_start(char)
 
     def char_range_to_tokens(self, start: int, end: int) -> list[int]:
@@ -116,16 +119,23 @@ class Encoding:
         return self.spans.char_range_to_tokens(start, end)
 
     def token_to_char_range(self, index: int) -> tuple[int, int]:
-        """Characters of a token, (0, 0) for BOS and similar ones. Raises TokenizerError out of range."""
+        """Character range (start, end) of a token; (0, 0) for special tokens such as BOS.
+
+        Arguments:
+            index: position of the token, counted from 0.
+
+        Raises:
+            TokenizerError: for a position that the text does not have.
+        """
         if not 0 <= index < len(self):
             raise TokenizerError(
-                f"expected a token position in 0..{len(self) - 1}, found {index}; the text has {len(self)} "
-                "tokens"
+                f"expected a token position in 0..{len(self) - 1} of a text with {len(self)} tokens, found "
+                f"{index}"
             )
         return self.offsets[index]
 
     def label_spans(self, spans: Iterable[tuple[str, Span]]) -> list[str]:
-        """One label per token: the first span that it overlaps, or "other".
+        """Label each token by the first named span of characters that it overlaps, or "other".
 
         The last token of each name gets the label "name_final", also where a name has several spans.
 
@@ -147,7 +157,11 @@ class Encoding:
         return labels
 
     def convert_positions(self, chars: Iterable[int]) -> list[CharPosition]:
-        """Token position of each character; uncovered characters map to the nearest (exact_match=False)."""
+        """Find the token of each character; a character without token gets the nearest one.
+
+        Arguments:
+            chars: indices of characters in the text.
+        """
         positions = []
         for char in chars:
             index = self.char_to_token_fuzzy(char)
@@ -159,25 +173,25 @@ class Encoding:
         start, end = (span.start, span.stop) if isinstance(span, range) else span
         if not 0 <= start < end <= len(self.text):
             raise TokenizerError(
-                f"expected span {name!r} to lie within the text's {len(self.text)} characters, found "
-                f"{start}..{end}; are these byte offsets?"
+                f"expected span {name!r} within the {len(self.text)} characters of the text, found "
+                f"{start}..{end}; give character offsets, not byte offsets"
             )
         if name == OTHER or name.endswith(FINAL):
             raise TokenizerError(
-                f"expected a span with a name of its own, found {name!r}, which is a label; choose another "
-                "name"
+                f'expected a span name other than "{OTHER}" and without the ending "{FINAL}", which are '
+                f"labels themselves, found {name!r}; choose another name"
             )
         return start, end
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back, with the model's BOS rule and chat template.
+    """Converts text to token ids and back, adds BOS where the model expects it, and renders chat templates.
 
-    Subclasses read the file that holds the tokens (library.py, world.py).
+    Subclasses read the file with the vocabulary (library.py, world.py).
     """
 
     digest: str
-    """`sha256:…` of everything that decides ids and pieces."""
+    """`sha256:…` of everything that decides token ids and their texts."""
 
     def __init__(
         self,
@@ -188,14 +202,14 @@ class Tokenizer(ABC):
         added: Mapping[int, AddedToken] | None = None,
         pad: str | None = None,
     ) -> None:
-        """Read the settings beside a tokenizer's file.
+        """Read tokenizer_config.json from the folder of a vocabulary file.
 
         Arguments:
-            file: file that holds the tokens.
-            settings: content of tokenizer_config.json; None reads it beside the file.
-            name: name of the model; None for that of the folder.
-            added: id -> token of those that the file adds to its vocabulary.
-            pad: text of the file's padding token; None without.
+            file: file with the vocabulary.
+            settings: content of tokenizer_config.json; None reads it from the folder of the file.
+            name: name of the model; None for the name of the folder.
+            added: id -> token, for tokens that the file adds to its vocabulary.
+            pad: text of the padding token in the file; None without one.
 
         Raises:
             TokenizerError: for a missing or malformed file.
@@ -210,7 +224,7 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included; a model's embedding may have more rows."""
+        """Number of tokens, including added tokens; a model's embedding may have more rows."""
 
     @property
     @abstractmethod
@@ -223,22 +237,25 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _piece(self, token: int) -> str | None:
-        """Vocabulary piece of an id; None for an id without a token."""
+        """Text of a token id in the vocabulary, e.g. "Ġis"; None for an id without a token."""
 
     @abstractmethod
     def _encode(self, text: str, add_special: bool) -> Encoding:
-        """Tokens of a text, with those of the post-processor if `add_special`."""
+        """Encode a text; `add_special` adds the special tokens of the model, such as BOS."""
 
     def _encode_batch(self, texts: Sequence[str], add_special: bool) -> list[Encoding]:
         return [self._encode(text, add_special) for text in texts]
 
     @abstractmethod
     def decode(self, ids: Sequence[int], *, keep_special: bool = True) -> str:
-        """Text of token ids. Raises TokenizerError for an id without a token.
+        """Convert token ids to text.
 
         Arguments:
             ids: token ids.
             keep_special: whether special tokens are part of the text.
+
+        Raises:
+            TokenizerError: for an id without a token.
         """
 
     @abstractmethod
@@ -261,24 +278,23 @@ class Tokenizer(ABC):
     @property
     def mask_id(self) -> int | None:
         """Id of the mask token, from tokenizer_config.json or by its usual texts; None without one."""
-        declared = self.special_id("mask_token")
-        usual = (self._id_of(text) for text in MASKS)
-        return declared if declared is not None else next((t for t in usual if t is not None), None)
+        candidates = [self.special_id("mask_token"), *map(self._id_of, MASKS)]
+        return next((token for token in candidates if token is not None), None)
 
     def special_id(self, role: str) -> int | None:
-        """Id of a special token by its role, e.g. "bos_token"; None where the model has none."""
+        """Id of a special token by its role, e.g. "bos_token"; None if the model has no such token."""
         text = self._declared.texts.get(role)
         return None if text is None else self._id_of(text)
 
     def encode(self, text: str, *, add_special: bool = True, prepend_bos: bool | None = None) -> Encoding:
-        """Tokens of a text.
+        """Encode a text as token ids.
 
         Arguments:
             text: a text.
-            add_special: whether to add the tokens of the model's post-processor (BOS for Llama and Gemma,
-                none for Qwen 2 and StarCoder 2).
-            prepend_bos: True to begin with BOS and False not to, whatever the post-processor does; None
-                leaves it to the post-processor.
+            add_special: whether to add the special tokens of the model (BOS for Llama and Gemma, none for
+                Qwen 2 and StarCoder 2).
+            prepend_bos: True to begin with BOS and False not to, whatever the model's tokenizer does; None
+                for what it does.
 
         Raises:
             PromptError: for a value that is no text.
@@ -287,38 +303,38 @@ class Tokenizer(ABC):
         return self._place_bos(self._encode(as_text(text, self.name), add_special), prepend_bos)
 
     def encode_raw(self, text: str) -> Encoding:
-        """Tokens of a text without any special token."""
+        """Encode a text as token ids without adding special tokens such as BOS."""
         return self.encode(text, add_special=False)
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special: bool = True, prepend_bos: bool | None = None
     ) -> list[Encoding]:
-        """`encode` for many texts at once.
+        """Encode many texts at once, as `encode` does for each.
 
         Arguments:
             texts: the texts.
-            add_special: see `encode`.
-            prepend_bos: see `encode`.
+            add_special: whether to add the special tokens of the model.
+            prepend_bos: True to begin with BOS, False not to; None for what the model's tokenizer does.
         """
         checked = [as_text(text, self.name) for text in texts]
         encodings = self._encode_batch(checked, add_special)
         return [self._place_bos(encoding, prepend_bos) for encoding in encodings]
 
     def ids_of(self, texts: Sequence[str], *, add_special: bool = False) -> list[list[int]]:
-        """Token ids of many texts, by default without special tokens: all that a corpus needs.
+        """Token ids of many texts, without the character offsets that `encode_batch` gives.
 
         Arguments:
             texts: the texts.
-            add_special: see `encode`.
+            add_special: whether to add the special tokens of the model.
         """
         return [encoding.ids for encoding in self.encode_batch(texts, add_special=add_special)]
 
     def to_str_tokens(self, text: str, *, add_special: bool = True) -> list[str]:
-        """Texts of a text's tokens.
+        """Split a text into the texts of its tokens, e.g. ["The", " cat"].
 
         Arguments:
             text: a text.
-            add_special: see `encode`.
+            add_special: whether to add the special tokens of the model.
         """
         return [self.decode_token(token) for token in self.encode(text, add_special=add_special).ids]
 
@@ -328,14 +344,18 @@ class Tokenizer(ABC):
         return [self.decode_token(token) for token in range(self._end)]
 
     def pieces(self, ids: Iterable[int]) -> list[str]:
-        """Vocabulary pieces of token ids, e.g. "Ġis". Raises TokenizerError for an id without a token."""
+        """Text of each token id in the vocabulary, e.g. "Ġis".
+
+        Raises:
+            TokenizerError: for an id without a token.
+        """
         pieces = []
         for token in as_ids(ids):
             piece = self._piece(token)
             if piece is None:
                 raise TokenizerError(
-                    f"expected ids of {self.name}'s {self.vocab_size} tokens, found {token}; "
-                    "was it encoded with another tokenizer?"
+                    f"expected ids of the {self.vocab_size} tokens of {self.name}, found {token}; encode the "
+                    "text with the tokenizer of this model"
                 )
             pieces.append(piece)
         return pieces
@@ -358,7 +378,7 @@ class Tokenizer(ABC):
         pieces = " or ".join(repr(encoding.tokens) for encoding in encodings) or "nothing"
         raise TokenizerError(
             f"expected {word!r} to be one token of {self.name}, found {pieces}; "
-            "choose a word that is one token, or pass the id of a piece"
+            "choose a word that is one token, or pass a token id"
         )
 
     def chat(
@@ -402,7 +422,8 @@ class Tokenizer(ABC):
             return str(_jinja().from_string(template).render(context))
         except TemplateError as error:
             raise TokenizerError(
-                f"the chat template of {self.name} refuses this conversation: {error}; change the messages"
+                f"the chat template of {self.name} does not accept these messages: {error}; change the "
+                "messages"
             ) from error
 
     def _chat_template(self) -> str:
@@ -414,7 +435,7 @@ class Tokenizer(ABC):
         if not isinstance(template, str):
             raise TokenizerError(
                 f"expected a chat template of {self.name} in tokenizer_config.json or chat_template.jinja, "
-                "found none. It is a base model, or the file is missing: write the prompt out as text"
+                "found none; add the file of a chat model, or write the conversation as one text"
             )
         return template
 
@@ -426,8 +447,8 @@ class Tokenizer(ABC):
             if not wanted:
                 return encoding
             raise TokenizerError(
-                f"expected a BOS token of {self.name} in tokenizer_config.json for prepend_bos=True, found "
-                "none; put its id in front of the ids yourself"
+                f"prepend_bos=True: expected a BOS token in tokenizer_config.json of {self.name}, found "
+                "none; leave prepend_bos out, or pass token ids that begin with the id you want"
             )
         has_bos = encoding.ids[:1] == [bos]
         if wanted and not has_bos:
@@ -456,16 +477,16 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     """A conversation as a list of messages; a plain text is the user's message."""
     if isinstance(messages, str):
         return [{"role": "user", "content": as_text(messages, "the message")}]
-    if not isinstance(messages, list | tuple) or not all(isinstance(m, Mapping) for m in messages):
+    if not isinstance(messages, list | tuple) or not all(isinstance(turn, Mapping) for turn in messages):
         raise PromptError(
-            'expected a conversation as a text, or as [{"role": "user", "content": …}, …], found '
-            f"{type(messages).__name__}"
+            'expected messages as a text, or as [{"role": "user", "content": "…"}], found '
+            f"{type(messages).__name__}; pass one of these"
         )
     return [dict(message) for message in messages]
 
 
 def byte_positions(text: str) -> list[int]:
-    """UTF-8 byte position of each character of a text, and of its end: [len(text) + 1].
+    """UTF-8 byte position of each character of a text, then of its end; len(text) + 1 numbers.
 
     >>> byte_positions("né!")
     [0, 1, 3, 4]
@@ -478,7 +499,7 @@ def byte_positions(text: str) -> list[int]:
 
 
 def byte_to_char(text: str, byte: int) -> int:
-    """The character that a UTF-8 byte of the text belongs to; len(text) for its end.
+    """Index of the character that a UTF-8 byte of a text belongs to; len(text) for the end of the text.
 
     Arguments:
         text: a text.
@@ -490,13 +511,14 @@ def byte_to_char(text: str, byte: int) -> int:
     positions = byte_positions(text)
     if not 0 <= byte <= positions[-1]:
         raise TokenizerError(
-            f"expected a byte position in 0..{positions[-1]}, found {byte}; is it of another text?"
+            f"expected a byte position in 0..{positions[-1]} of the text, found {byte}; pass the text that "
+            "the position was counted in"
         )
     return bisect_right(positions, byte) - 1
 
 
 def read_tokenizer(file: Path) -> bytes:
-    """Content of a tokenizer's file. Raises TokenizerError if there is none."""
+    """Bytes of a tokenizer file; TokenizerError if it does not exist."""
     return read_outside(file, TokenizerError, "add the file, or pass token ids instead of text")
 
 

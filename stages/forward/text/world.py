@@ -37,7 +37,10 @@ Piece = tuple[int, int, int]
 
 
 class WorldTokenizer(Tokenizer):
-    """Tokenizer of an rwkv_vocab*.txt; its digest covers ids, bytes and names, not the order of lines."""
+    """Tokenizer of RWKV World models, read from an rwkv_vocab*.txt.
+
+    Its digest covers ids, bytes and names of tokens, not the order of lines in the file.
+    """
 
     def __init__(
         self, file: Path, settings: Mapping[str, Any] | None = None, *, name: str | None = None
@@ -46,8 +49,8 @@ class WorldTokenizer(Tokenizer):
 
         Arguments:
             file: an rwkv_vocab*.txt.
-            settings: content of tokenizer_config.json; None reads it beside the file.
-            name: name of the model; None for that of the folder.
+            settings: content of tokenizer_config.json; None reads it from the folder of the file.
+            name: name of the model; None for the name of the folder.
 
         Raises:
             TokenizerError: for a malformed file.
@@ -55,10 +58,10 @@ class WorldTokenizer(Tokenizer):
         self._bytes = read_vocabulary(read_tokenizer(file), file)
         super().__init__(file, settings, name=name)
         # Names of ids that the file has count for nothing: their bytes are the token.
-        names = {token: text for token, text in _added(self._settings) if token not in self._bytes}
+        names = {token: text for token, text in _added_names(self._settings) if token not in self._bytes}
         self._names = {END_OF_TEXT: _END_NAME} | names
         self._ids = {data: token for token, data in self._bytes.items()}
-        self._sizes = _sizes(self._ids)
+        self._sizes = _lengths_by_prefix(self._ids)
         self._named_ids = {text.encode(): token for token, text in names.items()}
         # Regex alternatives match in order: a name that begins another must come later.
         longest_first = sorted(self._named_ids, key=len, reverse=True)
@@ -68,7 +71,7 @@ class WorldTokenizer(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Highest id plus one, so gaps in the vocabulary are counted."""
+        """Highest token id plus one: gaps in the vocabulary count, too."""
         return self._end
 
     @property
@@ -76,12 +79,15 @@ class WorldTokenizer(Tokenizer):
         return max(*self._bytes, *self._names) + 1
 
     def special_id(self, role: str) -> int | None:
-        """Id of a special token by its role; 0 for "eos_token" where the settings name no other."""
+        """Id of a special token by its role, e.g. "eos_token", which is 0 unless the settings name another.
+
+        None for a role without a token.
+        """
         token = super().special_id(role)
         return END_OF_TEXT if token is None and role == "eos_token" else token
 
     def encode_bytes(self, data: bytes) -> list[int]:
-        """Token ids of bytes; names of special tokens are encoded as plain bytes.
+        """Encode bytes as token ids; names of special tokens in them are encoded as plain bytes.
 
         Raises:
             TokenizerError: where no token matches.
@@ -89,8 +95,12 @@ class WorldTokenizer(Tokenizer):
         return [token for token, _, _ in self._longest(data, 0, len(data))]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Bytes of token ids, none for special ones. Raises TokenizerError for an id without a token."""
-        return self._joined(ids, {})
+        """Concatenated bytes of token ids, in which special tokens have no bytes.
+
+        Raises:
+            TokenizerError: for an id without a token.
+        """
+        return self._joined_bytes(ids, {})
 
     def decode(
         self,
@@ -99,7 +109,7 @@ class WorldTokenizer(Tokenizer):
         keep_special: bool = True,
         errors: Literal["strict", "replace"] = "replace",
     ) -> str:
-        """Text of token ids, whose bytes are joined before they are decoded.
+        """Convert token ids to text; their bytes are joined first, because a character may span tokens.
 
         Arguments:
             ids: token ids.
@@ -109,12 +119,12 @@ class WorldTokenizer(Tokenizer):
         Raises:
             TokenizerError: for an id without a token, and with "strict" for bytes that are not UTF-8.
         """
-        data = self._joined(ids, self._names if keep_special else {})
+        data = self._joined_bytes(ids, self._names if keep_special else {})
         try:
             return data.decode("utf-8", errors)
         except UnicodeDecodeError as error:
             raise TokenizerError(
-                f"expected tokens whose bytes are UTF-8, found {data[error.start]:#04x} at byte "
+                f"expected token ids whose joined bytes are UTF-8, found {data[error.start]:#04x} at byte "
                 f'{error.start} ({error.reason}); decode with errors="replace", or use decode_bytes'
             ) from error
 
@@ -146,7 +156,7 @@ class WorldTokenizer(Tokenizer):
         )
 
     def _pieces_of(self, data: bytes) -> Iterator[Piece]:
-        """Tokens of a text's bytes; names of special tokens are matched first, and the rest between them."""
+        """Tokens of a text's bytes: names of special tokens first, then the longest tokens between them."""
         at = 0
         for name in self._named.finditer(data):
             yield from self._longest(data, at, name.start())
@@ -164,24 +174,27 @@ class WorldTokenizer(Tokenizer):
                     break
             else:
                 raise TokenizerError(
-                    f"expected a text that {self.name} has tokens for, found no token at byte {at} "
-                    f"({data[at]:#04x}); leave it out, or write it another way"
+                    f"expected a text that the vocabulary of {self.name} covers, found no token at byte {at} "
+                    f"({data[at]:#04x}); remove this character"
                 )
             yield token, at, at + size
             at += size
 
-    def _joined(self, ids: Iterable[int], names: Mapping[int, str]) -> bytes:
+    def _joined_bytes(self, ids: Iterable[int], names: Mapping[int, str]) -> bytes:
         tokens = as_ids(ids)
         self.pieces(tokens)  # raises for an id without a token
         return b"".join(self._bytes.get(token) or names.get(token, "").encode() for token in tokens)
 
 
 def read_vocabulary(data: bytes, file: Path) -> dict[int, bytes]:
-    """Id -> bytes of every token in the content of a vocabulary file.
+    """Parse a vocabulary file of RWKV World.
 
     Arguments:
         data: content of the file.
         file: its path, for messages.
+
+    Returns:
+        Token id -> bytes of the token.
 
     Raises:
         TokenizerError: for the first malformed line, or one that repeats an id or a token.
@@ -201,7 +214,7 @@ def read_vocabulary(data: bytes, file: Path) -> dict[int, bytes]:
         if not content:
             continue
         try:
-            token, value = _parse(content)
+            token, value = _id_and_bytes(content)
             if token in vocabulary or value in values:
                 raise ValueError(f"the {'id' if token in vocabulary else 'token'} of an earlier line")
         except (ValueError, SyntaxError) as error:
@@ -214,12 +227,12 @@ def read_vocabulary(data: bytes, file: Path) -> dict[int, bytes]:
         vocabulary[token] = value
         values.add(value)
     if not vocabulary:
-        raise TokenizerError(f"expected a token in each line of {file}, found none; fetch it again")
+        raise TokenizerError(f"expected a token in each line of {file}, found no line; fetch the file again")
     return vocabulary
 
 
-def _parse(line: str) -> tuple[int, bytes]:
-    """Id and bytes of one line; raises ValueError or SyntaxError for a malformed one."""
+def _id_and_bytes(line: str) -> tuple[int, bytes]:
+    """Token id and bytes in one line; raises ValueError or SyntaxError for a malformed line."""
     number, _, rest = line.partition(" ")
     literal, _, size = rest.rpartition(" ")
     if not (_NUMBER.fullmatch(number) and _NUMBER.fullmatch(size)):
@@ -228,14 +241,14 @@ def _parse(line: str) -> tuple[int, bytes]:
         raise ValueError(f"id {END_OF_TEXT} ends a text")
     if not _LITERAL.fullmatch(literal):
         raise ValueError("a token is a literal in quotes")
-    value = _value(literal)
+    value = _literal_value(literal)
     encoded = value if isinstance(value, bytes) else value.encode()
     if len(encoded) != int(size) or not encoded:
         raise ValueError(f"the token has {len(encoded)} bytes")
     return int(number), encoded
 
 
-def _value(literal: str) -> str | bytes:
+def _literal_value(literal: str) -> str | bytes:
     if literal[0] != "b" and "\\" not in literal:
         # Without escapes the literal is its own value. That covers all but 840 of the 65,529 lines of the
         # public file, which takes 0.2 s instead of 0.65 s with ast.
@@ -244,8 +257,8 @@ def _value(literal: str) -> str | bytes:
     return value
 
 
-def _sizes(tokens: Iterable[bytes]) -> dict[bytes, tuple[int, ...]]:
-    """First two bytes -> lengths of the tokens that start with them, longest first, and 1 for one byte."""
+def _lengths_by_prefix(tokens: Iterable[bytes]) -> dict[bytes, tuple[int, ...]]:
+    """First two bytes -> lengths of the tokens that start with them, longest first, and length 1 last."""
     # A table of lengths instead of a trie: 3,652 entries for the public file.
     sizes: dict[bytes, set[int]] = {}
     for token in tokens:
@@ -253,8 +266,8 @@ def _sizes(tokens: Iterable[bytes]) -> dict[bytes, tuple[int, ...]]:
     return {prefix: tuple(sorted(lengths, reverse=True)) for prefix, lengths in sizes.items()}
 
 
-def _added(settings: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
-    """(id, name) of tokens that tokenizer_config.json adds; a name is a text or an object with a content."""
+def _added_names(settings: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    """(id, name) of each token that tokenizer_config.json adds; it gives a text or an object with content."""
     decoder = settings.get("added_tokens_decoder")
     for token, value in decoder.items() if isinstance(decoder, Mapping) else ():
         text = value.get("content") if isinstance(value, Mapping) else value

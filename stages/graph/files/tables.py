@@ -25,11 +25,13 @@ _TYPES = {"U": "string", "O": "string", "T": "string", "i": "long", "f": "double
 
 
 def write_graphml(pruned: WrittenPart, path: Path) -> Path:
-    """Write directed GraphML, edges from source to target, without NaN attributes.
+    """Write a pruned graph as directed GraphML, with edges from source to target.
+
+    Attributes that are NaN are left out.
 
     Arguments:
-        pruned: the graph.
-        path: path of the new file, whose folder is created.
+        pruned: The pruned graph.
+        path: Path of the new file, whose folder is created if missing.
 
     Returns:
         The path.
@@ -68,17 +70,17 @@ def write_graphml(pruned: WrittenPart, path: Path) -> Path:
 
 
 def write_parquet(pruned: WrittenPart, folder: Path) -> tuple[Path, Path]:
-    """Write nodes.parquet and edges.parquet.
+    """Write a pruned graph as the tables nodes.parquet and edges.parquet.
 
     Arguments:
-        pruned: the graph.
-        folder: folder of both files, created if missing.
+        pruned: The pruned graph.
+        folder: Folder of both files, created if missing.
 
     Returns:
-        Paths of both files.
+        Paths of nodes.parquet and edges.parquet.
 
     Raises:
-        MissingExtra: if pyarrow is not installed.
+        MissingExtra: pyarrow is not installed.
     """
     arrow, parquet = _pyarrow()
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,6 +100,7 @@ def _pyarrow() -> tuple[Any, Any]:
         import pyarrow.parquet
     except ImportError as error:
         raise MissingExtra(
-            "expected pyarrow for Parquet, found none; install the extra: pip install mizarr[corpora]"
+            "expected the package pyarrow for writing Parquet files, found none; install it: "
+            "pip install mizarr[corpora]"
         ) from error
     return pyarrow, pyarrow.parquet

@@ -57,7 +57,7 @@ _ARCHITECTURES = {
 
 @dataclass
 class UnifiedConfig:
-    """Replaces circuit_tracer's class of this name: sizes and names of a model."""
+    """Stands for circuit_tracer's class of this name: sizes and names of a model."""
 
     n_layers: int
     """Number of layers."""
@@ -70,21 +70,21 @@ class UnifiedConfig:
     d_mlp: int
     """Hidden width of the MLP."""
     d_vocab: int
-    """Rows of the unembedding."""
+    """Number of rows of the unembedding."""
     tokenizer_name: str
     """Name or folder from which transformers can load the tokenizer."""
     model_name: str
     """Name of the model."""
     original_architecture: str
-    """Class of the model in transformers."""
+    """Name of the model's class in transformers."""
     n_key_value_heads: int | None = None
     """Number of key-value heads."""
     dtype: Any | None = None
-    """Dtype of the matrix, of torch."""
+    """Torch dtype of the adjacency matrix."""
 
 
 class LogitTarget(NamedTuple):
-    """Replaces circuit_tracer's class of this name: text and id of an explained token."""
+    """Stands for circuit_tracer's class of this name: text and id of an explained token."""
 
     token_str: str
     """Text of the token."""
@@ -121,12 +121,12 @@ def _tokenizer_of(model: str) -> str:
 
 
 def write(graph: WrittenGraph, path: Path, *, scan: str | Sequence[str] | None = None) -> Path:
-    """Save a graph atomically.
+    """Save a graph as a file for circuit-tracer, atomically.
 
     Arguments:
-        graph: the graph.
-        path: path of the new file.
-        scan: names of the transcoders; None for those of the graph.
+        graph: The graph.
+        path: Path of the new file.
+        scan: Names of the transcoders; None for those that the graph states.
 
     Returns:
         The path.
@@ -174,15 +174,15 @@ def write(graph: WrittenGraph, path: Path, *, scan: str | Sequence[str] | None =
 
 
 def read(path: Path) -> xr.Dataset:
-    """Read a file as a dataset with the layout of stored graphs.
+    """Read a graph that circuit-tracer saved, as a dataset with the layout of stored graphs.
 
     Raises:
-        StageError: if the file is missing, contains other classes, or is no graph.
+        StageError: The file is missing, contains other classes, or holds no graph.
     """
     import torch
 
     if not path.is_file():
-        raise StageError(f"expected a graph saved by circuit-tracer at {path}, found no file")
+        raise StageError(f"expected a graph saved by circuit-tracer at {path}, found no file; check the path")
     classes: list[Any] = [(kind, name) for kind, name in _STAND_INS.items()]
     with torch.serialization.safe_globals(classes):
         # Not mapped into memory: the graph must not change with the file.
@@ -192,16 +192,21 @@ def read(path: Path) -> xr.Dataset:
     except MizarrError:
         raise
     except (KeyError, AttributeError, TypeError, ValueError, IndexError) as error:
-        raise StageError(f"{path} is no graph of circuit-tracer: {error}") from error
+        raise StageError(
+            f"expected a graph saved by circuit-tracer at {path}, found contents that cannot be read: {error}"
+        ) from error
 
 
 def _dataset(contents: Any) -> xr.Dataset:
-    """Check the dict of a file, and convert it to a dataset."""
+    """Dataset of the graph that a file's dict describes; StageError if the dict is no graph."""
     import xarray as xr
 
     missing = [key for key in _KEYS if not isinstance(contents, Mapping) or key not in contents]
     if missing:
-        raise StageError(f"expected a graph of circuit-tracer, found no {missing[0]!r} in the file")
+        raise StageError(
+            f"expected a graph saved by circuit-tracer, found a file without the entry {missing[0]!r}; save "
+            "the graph with Graph.to_pt"
+        )
     config, targets = contents["cfg"], contents["logit_targets"]
     # Files of circuit-tracer versions before named targets have a tensor of token ids.
     if hasattr(targets, "tolist"):
@@ -212,8 +217,10 @@ def _dataset(contents: Any) -> xr.Dataset:
     sources = features + (config.n_layers + 1) * len(tokens)
     if matrix.shape != (sources + logits, sources + logits):
         raise StageError(
-            f"expected a matrix of {sources + logits} nodes ({features} features, {config.n_layers} layers, "
-            f"{len(tokens)} tokens, {logits} logits), found shape {list(matrix.shape)}"
+            f"expected an adjacency matrix of {sources + logits} nodes in the graph file ({features} "
+            "features, "
+            f"{config.n_layers} layers, {len(tokens)} tokens, {logits} logits), found shape "
+            f"{list(matrix.shape)}"
         )
     # Rows of errors and tokens, and columns of logits, are zero by construction.
     rows = np.concatenate([matrix[:features], matrix[sources:]])[:, :sources]
@@ -246,6 +253,6 @@ def _dataset(contents: Any) -> xr.Dataset:
 
 
 def _model_type(architecture: str) -> str:
-    """`model_type` of an architecture's class; an unknown class is its own."""
+    """`model_type` of a transformers class; the name of an unknown class is returned unchanged."""
     names = {class_name: model_type for model_type, class_name in _ARCHITECTURES.items()}
     return names.get(architecture, architecture)

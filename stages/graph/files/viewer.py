@@ -35,22 +35,24 @@ METADATA = "graph-metadata.json"
 
 
 def write(pruned: WrittenPart, folder: Path, slug: str, *, scan: str | Sequence[str] | None = None) -> Path:
-    """Write a pruned graph, and add it to the list of graphs of the folder.
+    """Write a pruned graph for circuit-tracer's viewer, and add it to the folder's list of graphs.
 
     Arguments:
-        pruned: the graph.
-        folder: folder of the viewer's data.
-        slug: name of the graph, and of its file.
-        scan: names of the transcoders, by which the viewer finds dashboards; None for those of the graph.
+        pruned: The pruned graph.
+        folder: Folder of the viewer's data.
+        slug: Name of the graph, and of its file.
+        scan: Names of the transcoders, by which the viewer finds dashboards; None for those of the graph.
 
     Returns:
-        Path of the file of the graph.
+        Path of the graph's file.
 
     Raises:
-        StageError: if there is no `scan`, or `slug` is no file name.
+        StageError: There is no `scan`, or `slug` cannot be a file name.
     """
     if not slug or slug != Path(slug).name or slug.startswith("."):
-        raise StageError(f"expected a slug that is a file name, found {slug!r}")
+        raise StageError(
+            f"expected a slug that can be a file name, such as 'capital-of-france', found {slug!r}"
+        )
     content = document(pruned, slug, scan=scan)
     folder.mkdir(parents=True, exist_ok=True)
     listing = folder / METADATA
@@ -65,21 +67,22 @@ def write(pruned: WrittenPart, folder: Path, slug: str, *, scan: str | Sequence[
 
 
 def document(pruned: WrittenPart, slug: str, *, scan: str | Sequence[str] | None = None) -> dict[str, Any]:
-    """Contents of the file of a pruned graph, as JSON values.
+    """Contents of the viewer's file of a pruned graph, as JSON values.
 
     Arguments:
-        pruned: the graph.
-        slug: name of the graph.
-        scan: names of the transcoders, by which the viewer finds dashboards; None for those of the graph.
+        pruned: The pruned graph.
+        slug: Name of the graph.
+        scan: Names of the transcoders, by which the viewer finds dashboards; None for those of the graph.
 
     Raises:
-        StageError: if there is no `scan`.
+        StageError: There is no `scan`.
     """
     graph = pruned.graph
     scan = graph.scan if scan is None else scan
     if not scan:
         raise StageError(
-            "expected scan, which names the dashboards of the features, found none in the graph; pass scan="
+            "expected the names of the transcoders, by which the viewer finds feature dashboards, found none "
+            "in the graph; pass scan="
         )
     listed = [] if isinstance(scan, str) else [str(name) for name in scan]
     numbers = np.flatnonzero(pruned.node_mask)
@@ -114,7 +117,7 @@ def document(pruned: WrittenPart, slug: str, *, scan: str | Sequence[str] | None
 
 
 def _nodes(pruned: WrittenPart, numbers: Any) -> list[dict[str, Any]]:
-    """Nodes with these numbers, int [kept node], as JSON values of the viewer."""
+    """Nodes of a graph in the viewer's JSON form; `numbers` are their numbers in the whole graph."""
     graph = pruned.graph
     labels = graph.nodes.isel(node=numbers)
     probability, text = graph.logit_probabilities, graph.logit_tokens
@@ -180,19 +183,19 @@ def _nodes(pruned: WrittenPart, numbers: Any) -> list[dict[str, Any]]:
 
 
 def _warn_of_shared(ids: dict[int, str]) -> None:
-    """Warn if two nodes have the same id, see the docstring of this module."""
+    """Warn if the viewer's format gives two nodes the same id (see the docstring of this module)."""
     shared = [name for name, times in Counter(ids.values()).items() if times > 1]
     if shared:
         warnings.warn(
-            f"{len(shared)} names stand for two nodes of this graph, for example {shared[0]!r}: the "
-            "viewer's format calls the error of a layer as it calls the feature of layer 0 with that index; "
-            "their edges are mixed up there",
+            f"{len(shared)} ids of the viewer's file stand for two nodes each, for example {shared[0]!r}: "
+            "its format gives the error node of layer i the id of feature i of layer 0, so that the viewer "
+            "mixes up their edges",
             stacklevel=4,
         )
 
 
 def _replace(path: Path, value: Any) -> None:
-    """Write a JSON file atomically."""
+    """Write a value as a JSON file, atomically."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(json.dumps(value, indent=2, ensure_ascii=False), "utf-8")
@@ -202,7 +205,7 @@ def _replace(path: Path, value: Any) -> None:
 
 
 def read(path: Path) -> tuple[xr.Dataset, xr.Dataset]:
-    """Read a file of the viewer, written by mizarr or circuit-tracer.
+    """Read a graph from a file of the viewer, written by mizarr or circuit-tracer.
 
     Returns:
         (nodes, edges), laid out as in `PrunedGraph`. Nodes have id, kind, layer, position, feature,
@@ -210,7 +213,7 @@ def read(path: Path) -> tuple[xr.Dataset, xr.Dataset]:
         attributes. Edges have source and target (numbers of nodes) and weight, [edge].
 
     Raises:
-        StageError: if the file is no graph, or a link refers to a node that it does not contain.
+        StageError: The file holds no graph, or a link refers to a node that is not in the file.
     """
     import xarray as xr
 
@@ -226,11 +229,16 @@ def read(path: Path) -> tuple[xr.Dataset, xr.Dataset]:
     except MizarrError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise StageError(f"expected the JSON of a graph at {path}, found none ({error!r:.200})") from error
+        raise StageError(
+            f"expected a graph file of circuit-tracer's viewer at {path}, found other JSON ({error!r:.200})"
+        ) from error
     # Checked here: as a KeyError it would name neither the file nor the problem.
     unknown = next((end for source, target, _ in ends for end in (source, target) if end not in number), None)
     if unknown is not None:
-        raise StageError(f"{path} has a link with {unknown!r}, which is no node of it")
+        raise StageError(
+            f"expected links between nodes of the graph in {path}, found a link with {unknown!r}, which is "
+            "not among its nodes"
+        )
     layers = [-1 if layer == "E" else int(layer) for layer in columns.pop("layer")]
     # The viewer puts logits one layer further up than the last stream.
     layers = [at - 1 if kind == LOGIT else at for at, kind in zip(layers, kinds, strict=True)]
@@ -273,7 +281,9 @@ _DTYPES: dict[str, Any] = {"id": str, "position": np.int64}
 
 
 def _feature(node: dict[str, Any]) -> int:
-    """Index of a feature or id of a token, from the id of the node: the field "feature" encodes it
-    otherwise."""
+    """Index of a feature, or id of a token, from a node's id; -1 for an error node.
+
+    The node's field "feature" holds other numbers.
+    """
     kind = _KINDS[node["feature_type"]]
     return -1 if kind == ERROR else int(node["node_id"].split("_")[1])

@@ -35,27 +35,27 @@ if TYPE_CHECKING:
 __all__ = ["Attributor"]
 
 LANES = 64
-"""Targets per batch, if memory allows; measured on 2 cores, 32 to 128 are equally fast."""
+"""Number of targets per batch, if memory allows; 32 to 128 are equally fast (measured on 2 cores)."""
 FEWEST = 16
-"""Fewest targets per batch when batches are made smaller to run several at the same time."""
+"""Smallest number of targets per batch when batches are made smaller to run several at the same time."""
 
 
 @dataclass(frozen=True, eq=False)
 class TargetBatch:
-    """Targets of one layer."""
+    """Targets of one layer whose rows are computed together."""
 
     rows: npt.NDArray[np.int64]
-    """Index of each target's row in the result, [target]."""
+    """Index of each target's row in the result [target]."""
     layer: int
-    """Layer whose read hook they read; the number of layers for logits."""
+    """Layer whose transcoder input the targets read; the number of layers for logits."""
     positions: Tensor
-    """Position of each target, [target]."""
+    """Position of each target [target]."""
     vectors: Tensor
-    """Encoder vector of a feature, or unembedding vector of a logit, [target, hidden]."""
+    """Encoder vector of each feature, or unembedding vector of each logit [target, hidden]."""
 
 
 class Attributor:
-    """Computes rows of the graph of one prompt."""
+    """Computes rows of the adjacency matrix of one prompt's graph."""
 
     def __init__(
         self, replacement: Replacement, sources: Sources, targets: Targets, *, room: int = 1 << 28
@@ -63,41 +63,42 @@ class Attributor:
         """Plan the size of batches.
 
         Arguments:
-            replacement: the local replacement model.
-            sources: features, errors and tokens.
-            targets: logits.
-            room: bytes for the gradients and rows of a batch.
+            replacement: The local replacement model.
+            sources: Features, errors and tokens.
+            targets: Logits that the graph explains.
+            room: Bytes for the gradients and rows of a batch.
 
         Raises:
-            PlanError: if one target does not fit in `room`.
+            PlanError: The row of one target does not fit in `room`.
         """
         self.replacement, self.sources, self.targets = replacement, sources, targets
         config, positions = replacement.config, replacement.n_positions
         heads = config.axis_sizes["head"] + config.axis_sizes["kv_head"]
         width = 2 * config.hidden_size + 2 * heads * config.axis_sizes["d_head"]
-        # Bytes per target: gradients and attention temporaries, then its row before and after sorting.
-        lane = (positions * width + 2 * sources.n_columns) * replacement.dtype.itemsize
-        if room < lane:
+        # Gradients and attention temporaries, then the row before and after sorting.
+        bytes_per_target = (positions * width + 2 * sources.n_columns) * replacement.dtype.itemsize
+        if room < bytes_per_target:
             raise PlanError(
-                f"a row of this graph needs {lane} bytes for its gradients, more than the {room} it may "
-                "take; raise memory="
+                f"a row of this attribution graph needs {bytes_per_target} bytes for its gradients, more "
+                f"than the {room} available, an eighth of memory; raise memory="
             )
-        self._most = room // lane
+        self._most_targets = room // bytes_per_target
         is_small = sources.is_kept and replacement.is_kept and replacement.device.type == "cpu"
-        self._side_by_side = max(1, self._most // FEWEST) if is_small else 1
+        self._most_workers = max(1, self._most_targets // FEWEST) if is_small else 1
 
     def rows(self, items: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
         """Compute rows of the adjacency matrix.
 
         Arguments:
-            items: indices of active features, or their number plus the index of a logit, [n].
+            items: Target of each row [n]: the index of an active feature, or their number plus that of a
+            logit.
 
         Returns:
-            float32 [n, source], columns for all active features, errors and tokens.
+            float32 [n, source], with columns for all active features, errors and tokens.
         """
-        workers = min(torch.get_num_threads(), self._side_by_side)
+        workers = min(torch.get_num_threads(), self._most_workers)
         # Decoder vectors that are read again for every batch call for batches as large as possible.
-        most = self._most // workers
+        most = self._most_targets // workers
         lanes = min(LANES, most) if self.sources.is_kept else most
         item_tensor = torch.from_numpy(np.ascontiguousarray(items)).to(self.replacement.device)
         batches = self._batches(item_tensor, lanes)
@@ -120,7 +121,7 @@ class Attributor:
         return rows
 
     def _batches(self, items: Tensor, lanes: int) -> Iterator[TargetBatch]:
-        """Batches of at most `lanes` targets: logits first, then features by layer and position."""
+        """Yield batches of at most `lanes` targets: logits first, then features by layer and position."""
         active, count = self.sources.active, self.sources.n_features
         last_position = self.replacement.n_positions - 1
         is_logit = items >= count
@@ -148,12 +149,12 @@ class Attributor:
         """Compute the rows of one batch.
 
         Arguments:
-            layer: layer whose read hook the targets read; the number of layers for the final norm's output.
-            positions: position of each target, [target].
-            vectors: vector that each target reads with, [target, d_in].
+            layer: Layer whose transcoder input the targets read; the number of layers for logits.
+            positions: Position of each target [target].
+            vectors: Vector with which each target reads the state [target, d_in].
 
         Returns:
-            [target, source], in the dtype of the arithmetic.
+            Direct effects [target, source], in the dtype of the replacement model.
         """
         model, sources = self.replacement, self.sources
         vectors = vectors.to(model.device, model.dtype)

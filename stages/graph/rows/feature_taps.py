@@ -26,7 +26,7 @@ __all__ = ["FeatureTaps", "Frozen", "SetFeature"]
 
 @dataclass(frozen=True)
 class SetFeature:
-    """Sets a feature to a value."""
+    """An intervention that sets a feature to an activation at some positions."""
 
     layer: int
     """Layer of the feature."""
@@ -39,26 +39,26 @@ class SetFeature:
 
     @property
     def is_open_ended(self) -> bool:
-        """Whether it also applies to tokens that are generated later."""
+        """Whether the intervention also applies to tokens that are generated after the prompt."""
         return isinstance(self.position, slice) and self.position.stop is None
 
 
 @dataclass(frozen=True, eq=False)
 class Frozen:
-    """Values of a clean pass that stay fixed."""
+    """Values of a run without interventions that stay fixed in a run with them."""
 
     values: Mapping[HookPoint, Tensor] = field(default_factory=dict)
-    """Hook point -> activation that replaces the one of the pass."""
+    """Activations that replace those of the run, by hook point."""
     activations: Mapping[int, Tensor] = field(default_factory=dict)
-    """Layer -> clean feature activations [position, feature]; set features change relative to these."""
+    """Feature activations [position, feature] from which set features change, by layer."""
     reads: Mapping[int, Tensor] = field(default_factory=dict)
-    """Layer -> clean input of a transcoder with a linear skip, whose output changes with its input."""
+    """Inputs of transcoders with a skip connection, whose output changes with the input, by layer."""
     layers: frozenset[int] | None = None
-    """Constrained layers; None if set features change relative to the running pass."""
+    """Layers whose MLP outputs are frozen; None if features change relative to the run."""
 
 
 class FeatureTaps:
-    """Taps of a pass over one prompt (batch axis of one) in which features are set."""
+    """Hooks of a forward pass over one prompt that set features to other activations and freeze values."""
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class FeatureTaps:
         """Prepare one pass.
 
         Arguments:
-            dictionary: the features.
-            settings: features to set.
-            frozen: values of a clean pass that stay fixed.
-            zero_positions: number of first positions of the pass at which features count as 0.
-            keep: layers whose feature activations are kept.
-            before: whether to keep them before the activation function.
+            dictionary: Dictionary of the features.
+            settings: Features that are set.
+            frozen: Values that stay fixed.
+            zero_positions: Number of positions at the start of the pass where features count as 0.
+            keep: Layers whose feature activations are recorded in `kept`.
+            before: Whether to record pre-activations instead.
         """
         self._dictionary, self._frozen = dictionary, frozen
         self._zero, self._keep, self._before = zero_positions, frozenset(keep), before
@@ -91,7 +91,7 @@ class FeatureTaps:
         self._writes = {(write, layer) for layer in dictionary.write_layers}
         self._pending: dict[int, Tensor] = {}
         self.kept: dict[int, Tensor] = {}
-        """Layer -> feature activations [position, feature], of the layers in `keep`."""
+        """Recorded feature activations [position, feature], by layer."""
 
     def __call__(self, kind: str, layer: int | None, x: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Replace or change the activation at a hook point.
@@ -132,11 +132,11 @@ class FeatureTaps:
         return ("pattern", layer) in self._pinned
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
-        """None, as no attention edge is cut. See `AttentionTaps.cut`."""
+        """Mask of cut attention edges: always None, as none is cut here (`AttentionTaps.cut`)."""
         return None
 
     def of_states(self, layer: int, kind: str, length: int) -> None:
-        """None, as no recurrent state is read or changed. See `PassTaps.of_states`."""
+        """Taps of a recurrent state: always None, as none is read or changed here (`PassTaps.of_states`)."""
 
     def _read(self, layer: int, x: Tensor) -> None:
         """Encode the input of a layer's features, and queue the changes that set features write."""
@@ -160,16 +160,21 @@ class FeatureTaps:
             self._set(layer, settings, current)
 
     def _set(self, layer: int, settings: Sequence[SetFeature], current: Tensor) -> None:
-        """Queue the decoded changes of a layer's features at the layers they write to.
+        """Queue what changed features of a layer add at the layers they write to.
 
-        Of several settings of one feature at one position the last one counts.
+        If a feature is set several times at one position, the last setting counts.
+
+        Arguments:
+            layer: Layer of the features.
+            settings: New activations of features.
+            current: Activations from which they change [position, feature].
         """
         change: dict[tuple[int, int], float] = {}
         for setting in settings:
             for position in _positions(setting.position, len(current)):
                 value = float(current[position, setting.feature])
                 change[position, setting.feature] = setting.value - value
-        places = torch.tensor([at for at, _ in change], device=current.device)
+        positions = torch.tensor([position for position, _ in change], device=current.device)
         feature = torch.tensor([index for _, index in change], dtype=torch.long)
         amount = torch.tensor(list(change.values()), dtype=torch.float32, device=current.device)
         for target in self._dictionary.targets(layer):
@@ -179,7 +184,7 @@ class FeatureTaps:
             rows = self._dictionary.layer(layer).decoder_rows(feature, target) * amount[:, None]
             # index_add_ sums several features set at one position.
             by_position = rows.new_zeros(len(current), rows.shape[1])
-            self._add(target, by_position.index_add_(0, places, rows))
+            self._add(target, by_position.index_add_(0, positions, rows))
 
     def _add(self, layer: int, change: Any) -> None:
         """Queue a change [position, d_out] for the write hook of a layer."""
@@ -187,7 +192,7 @@ class FeatureTaps:
 
 
 def _positions(position: int | slice, length: int) -> list[int]:
-    """Positions of a setting in a pass of this length, 0 to length - 1."""
+    """Positions, from 0 to length - 1, that a position (negative: from the end) or a slice names."""
     if isinstance(position, slice):
         return list(range(*position.indices(length)))
     return [position % length]

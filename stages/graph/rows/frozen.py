@@ -34,18 +34,18 @@ WRITES = ("mlp_out", "mlp_post")
 
 @dataclass(frozen=True, eq=False)
 class FrozenPass:
-    """Activations of one prompt, in the dtype of the model."""
+    """Activations of one prompt that the local replacement model freezes, in the dtype of the model."""
 
     tokens: tuple[int, ...]
     """Token ids of the prompt."""
     read: Mapping[int, Tensor]
-    """Layer -> input of the transcoder, [position, d_in]."""
+    """Input of the transcoder [position, d_in], by layer."""
     written: Mapping[int, Tensor]
-    """Layer -> output of the MLP at the write hook, [position, d_out]."""
+    """Output of the MLP at the write hook [position, d_out], by layer."""
     patterns: Mapping[int, Tensor]
-    """Layer -> attention pattern, [head, query_position, key_position]."""
+    """Attention pattern [head, query_position, key_position], by layer."""
     scales: Mapping[HookPoint, Tensor]
-    """Hook point -> divisors of a norm, [position]."""
+    """Divisors of each norm [position], by hook point."""
     embed: Tensor
     """Input of the first layer, [position, hidden], after the family's embedding scale."""
     logits: Tensor
@@ -58,33 +58,33 @@ class FrozenPass:
 
 
 def require_attention(config: Architecture, model: str) -> None:
-    """Check that every layer is causal attention followed by an MLP, each after its own norm.
+    """Check that attribution graphs support a model: causal attention, then an MLP, each after its own norm.
 
     Arguments:
-        config: architecture of the model.
-        model: name of the model, for messages.
+        config: Architecture of the model.
+        model: Name of the model, for messages.
 
     Raises:
-        ConfigError: for another architecture.
+        ConfigError: A layer has another form.
     """
     other_mixers = {layer.mixer.kind for layer in config.layers} - {"attention"}
     if other_mixers:
         raise ConfigError(
-            f"expected attention in every layer, found {' and '.join(sorted(other_mixers))} in {model}: "
-            "attribution graphs follow attention heads"
+            f"attribution graphs need a model with attention in every layer, found "
+            f"{' and '.join(sorted(other_mixers))} in {model}; choose another model"
         )
     if config.looks_ahead:
         raise ConfigError(
-            f"expected a model whose positions see no later ones, found {model}; attribution graphs follow "
-            "what comes before a token"
+            f"attribution graphs need a causal model, found the bidirectional model {model}; choose another "
+            "model"
         )
     config.require_linear_head()
     for layer in config.layers:
         if layer.is_parallel or layer.norms not in ("before", "around"):
-            layout = "an MLP beside it" if layer.is_parallel else f"norms {layer.norms}"
+            layout = "an MLP parallel to attention" if layer.is_parallel else f"norms {layer.norms!r}"
             raise ConfigError(
-                f"expected norms before attention and before the MLP after it, found {layout} in {model}; "
-                "attribution graphs do not follow such layers"
+                "attribution graphs need layers of attention followed by an MLP, with a norm before each, "
+                f"found {layout} in {model}; choose another model"
             )
 
 
@@ -92,25 +92,26 @@ def require_transcoders(dictionary: Dictionary, config: Architecture, model: str
     """Check that a dictionary has transcoders for the MLP of every layer of the model.
 
     Arguments:
-        dictionary: the dictionary.
-        config: architecture of the model.
-        model: name of the model, for messages.
+        dictionary: The dictionary.
+        config: Architecture of the model.
+        model: Name of the model, for messages.
 
     Raises:
-        DictionaryError: for another dictionary.
+        DictionaryError: It has no such transcoders.
     """
     dictionary.require_fit(config, model)
     read, write = dictionary.layout.read, dictionary.layout.write
     if dictionary.kind in ("sae", "crosscoder") or read not in READS or write not in WRITES:
         raise DictionaryError(
-            f"expected transcoders that read {' or '.join(READS)} and write {' or '.join(WRITES)}, found "
-            f"{dictionary.name}, which reads {read} and writes {write}; an attribution graph replaces MLPs"
+            f"expected transcoders for an attribution graph, which read {' or '.join(READS)} and write "
+            f"{' or '.join(WRITES)}, found {dictionary.name}, which reads {read} and writes {write}; use "
+            "another dictionary"
         )
     missing = sorted(set(range(config.num_layers)) - set(dictionary.layers))
     if missing:
         raise DictionaryError(
-            f"expected features of all {config.num_layers} layers of {model}, found none of "
-            f"{layers_text(missing)} in {dictionary.name}; an attribution graph replaces every MLP"
+            f"expected transcoders of all {config.num_layers} layers of {model} for an attribution graph, "
+            f"found none of {layers_text(missing)} in {dictionary.name}; use another dictionary"
         )
 
 
@@ -119,14 +120,14 @@ def frozen_pass(model: Model, dictionary: Dictionary, tokens: Sequence[int]) -> 
     """Run a prompt once, and record the activations that are frozen.
 
     Arguments:
-        model: a loaded model.
-        dictionary: transcoders of the model.
-        tokens: token ids of the prompt.
+        model: A loaded model.
+        dictionary: Transcoders of the model.
+        tokens: Token ids of the prompt.
 
     Raises:
-        ConfigError: for a model that attribution graphs do not support.
-        DictionaryError: for a dictionary that does not fit the model.
-        PromptError: for logits that are not finite.
+        ConfigError: Attribution graphs do not support the model.
+        DictionaryError: The dictionary does not fit the model.
+        PromptError: Logits are infinite or NaN.
     """
     require_attention(model.config, model.name)
     require_transcoders(dictionary, model.config, model.name)
@@ -139,8 +140,8 @@ def frozen_pass(model: Model, dictionary: Dictionary, tokens: Sequence[int]) -> 
     captured = model.forward([list(tokens)], spec, want=LAST_LOGITS)
     if not bool(captured.logits.isfinite().all()):
         raise PromptError(
-            f"{model.name} gives logits that are not finite for this prompt in {model.dtype}; compute in "
-            "float32, or check its weights"
+            f"the logits of {model.name} for this prompt are infinite or NaN in {model.dtype}; load the "
+            "model with dtype='float32', or check its weights"
         )
     # [0]: a batch of one prompt.
     return FrozenPass(

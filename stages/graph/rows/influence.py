@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Influence", "GraphRows", "influence", "partial_influence", "scores"]
 
 BLOCK_BYTES = 1 << 23
-"""Bytes of rows, as float64, that are in memory at a time."""
+"""Largest size in bytes of the rows, as float64, that are in memory at once."""
 _SMALLEST = 1e-10  # as in circuit-tracer: an empty row stays empty
 
 
@@ -40,19 +40,19 @@ class GraphRows:
     """The edges of a graph, read in blocks of rows."""
 
     weights: xr.DataArray
-    """Weights [target, source], in memory or on disk."""
+    """Edge weights [target, source], in memory or on disk."""
     counts: NodeCounts
-    """Number of features, layers, positions and logits."""
+    """Numbers of nodes of each kind."""
     layer: npt.NDArray[np.int64]
-    """Layer of each row, ascending; the number of layers for logits, [target]."""
+    """Layer of each row's target, ascending [target]; the number of layers for logits."""
     logit_weights: Floats
-    """Weight of each logit, [logit]."""
+    """Weight of each logit [logit]: its probability, or the weight of a custom direction."""
     kept: Bools | None = None
-    """Bool [node]; edges of nodes that are False count as zero. None keeps all."""
+    """Which nodes are kept, bool [node]: edges of others count as zero. None keeps all."""
 
     @classmethod
     def of(cls, graph: xr.Dataset) -> GraphRows:
-        """Rows of a graph, from its dataset as `GraphNode` stores it."""
+        """Edges of a graph, from the dataset that `GraphNode` stores."""
         count = counts_of(graph)
         layer = graph["active_features"].values[graph["selected_features"].values, 0]
         ends = np.full(count.logits, count.layers)
@@ -60,7 +60,7 @@ class GraphRows:
         return cls(graph["weights"], count, np.concatenate([layer, ends]), weights)
 
     def blocks(self, rows: slice) -> Iterator[tuple[slice, Floats]]:
-        """Magnitudes of the edges of a range of rows, block by block: (rows, float64 [row, source])."""
+        """Yield (rows, magnitudes of their edges, float64 [row, source]) for blocks of a range of rows."""
         step = max(1, BLOCK_BYTES // (8 * max(1, self.counts.sources)))
         for start in range(rows.start, rows.stop, step):
             block_rows = slice(start, min(start + step, rows.stop))
@@ -71,7 +71,7 @@ class GraphRows:
             yield block_rows, block
 
     def layers(self) -> Iterator[slice]:
-        """Range of rows of each layer: the logits first, then from the last layer down."""
+        """Yield the range of rows of each layer: the logits first, then from the last layer down."""
         # Rows are sorted by layer, so each layer is one range.
         ends = np.flatnonzero(np.diff(self.layer)) + 1
         cuts = [0, *ends.tolist(), len(self.layer)]
@@ -82,14 +82,14 @@ class GraphRows:
 
 @dataclass(frozen=True)
 class Influence:
-    """Influence of the nodes of a graph."""
+    """Influence of the nodes of a graph on the logits, and what its scores need."""
 
     node: Floats
-    """Influence of each node, [node]; 0 for logits."""
+    """Influence of each node [node]; 0 for logits."""
     row_sum: Floats
-    """Sum of the magnitudes of each row, [target]."""
+    """Sum of the magnitudes of the edges into each target [target]."""
     error_share: Floats
-    """Share of `row_sum` that comes from errors, [target]."""
+    """Share of `row_sum` that comes from error nodes [target]."""
 
     def with_logits(self, weights: Floats) -> Floats:
         """Influence [node] plus the weights [logit] of the logits themselves."""
@@ -99,10 +99,10 @@ class Influence:
 
 
 def influence(rows: GraphRows) -> Influence:
-    """Compute the influence of every node, as the docstring of this module describes.
+    """Influence of every node on the logits, as the docstring of this module defines it.
 
     Raises:
-        ShapeError: if an edge runs from a layer to itself or a lower one.
+        ShapeError: An edge runs from a layer to itself or to a lower one.
     """
     counts = rows.counts
     total = np.zeros(counts.nodes)
@@ -120,8 +120,8 @@ def influence(rows: GraphRows) -> Influence:
         if through_layer[layer.start : counts.features].any():
             raise ShapeError(
                 "expected edges from lower to higher layers only, found one into layer "
-                f"{rows.layer[layer.start]} from a feature of the same layer or a later one; is this matrix "
-                "transposed?"
+                f"{rows.layer[layer.start]} from a feature of the same layer or a later one; check that the "
+                "matrix is [target, source], not transposed"
             )
         total[: counts.sources] += through_layer
     total[counts.sources :] = 0  # the weights of the logits were the start of the series, not a term of it
@@ -129,14 +129,14 @@ def influence(rows: GraphRows) -> Influence:
 
 
 def scores(rows: GraphRows, result: Influence) -> Mapping[str, float]:
-    """Scores of a graph.
+    """Replacement score and completeness score of a graph.
 
     Arguments:
-        rows: edges of the graph.
-        result: influence of its nodes.
+        rows: Edges of the graph.
+        result: Influence of its nodes.
 
     Returns:
-        replacement_score and completeness_score, both 0 to 1; NaN if no node has influence.
+        "replacement_score" and "completeness_score", both 0 to 1; NaN if no node has influence.
     """
     counts = rows.counts
     tokens = float(result.node[counts.token_nodes].sum())
@@ -151,13 +151,13 @@ def scores(rows: GraphRows, result: Influence) -> Mapping[str, float]:
 
 
 def partial_influence(blocks: Sequence[tuple[npt.NDArray[np.int64], Any]], start: Floats) -> Floats:
-    """Influence of all nodes through the rows computed so far.
+    """Influence [node] of all nodes on the logits, through the rows computed so far.
 
     Rows are in any order, so the series is summed term by term (circuit-tracer `compute_partial_influences`).
 
     Arguments:
-        blocks: (node of each row, weights [row, source], in memory or on disk).
-        start: weights of the logits, 0 for all other nodes, [node].
+        blocks: Blocks of rows: (node of each row, weights [row, source], in memory or on disk).
+        start: Weights of the logits, 0 for all other nodes [node].
 
     Returns:
         Influence [node].

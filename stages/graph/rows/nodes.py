@@ -29,55 +29,55 @@ FEATURE, ERROR, TOKEN, LOGIT = "feature", "error", "token", "logit"
 
 @dataclass(frozen=True)
 class NodeCounts:
-    """Number of features, errors, tokens and logits of a graph."""
+    """Numbers of a graph's nodes of each kind, and the ranges that they occupy."""
 
     features: int
-    """Features that are nodes."""
+    """Number of features that are nodes."""
     layers: int
-    """Layers of the model."""
+    """Number of layers of the model."""
     positions: int
-    """Tokens of the prompt."""
+    """Number of tokens of the prompt."""
     logits: int
-    """Logits that are explained."""
+    """Number of logits that are explained."""
 
     @property
     def errors(self) -> int:
-        """Error nodes: one per layer and position."""
+        """Number of error nodes: one per layer and position."""
         return self.layers * self.positions
 
     @property
     def sources(self) -> int:
-        """Columns of the stored matrix: features, errors and tokens."""
+        """Number of columns of the stored matrix: features, errors and tokens."""
         return self.features + self.errors + self.positions
 
     @property
     def targets(self) -> int:
-        """Rows of the stored matrix: features and logits."""
+        """Number of rows of the stored matrix: features and logits."""
         return self.features + self.logits
 
     @property
     def nodes(self) -> int:
-        """All nodes."""
+        """Number of all nodes."""
         return self.sources + self.logits
 
     @property
     def error_nodes(self) -> slice:
-        """Range of the errors among the nodes, and among the columns."""
+        """Range of the error nodes among all nodes, and among the columns of the stored matrix."""
         return slice(self.features, self.features + self.errors)
 
     @property
     def token_nodes(self) -> slice:
-        """Range of the tokens among the nodes, and among the columns."""
+        """Range of the token nodes among all nodes, and among the columns of the stored matrix."""
         return slice(self.features + self.errors, self.sources)
 
     @property
     def target_nodes(self) -> Ints:
-        """Number of the node of each row, int64 [target]."""
+        """Number of the node to which each row of the stored matrix belongs, int64 [target]."""
         return np.concatenate([np.arange(self.features), np.arange(self.sources, self.nodes)])
 
 
 def counts_of(graph: xr.Dataset) -> NodeCounts:
-    """Counts of the nodes of a graph, from its dataset."""
+    """Numbers of a graph's nodes of each kind, from the graph's dataset."""
     sizes = graph.sizes
     return NodeCounts(
         sizes["selected"], int(graph.attrs["n_layers"]), sizes["input_position"], sizes["logit"]
@@ -85,9 +85,10 @@ def counts_of(graph: xr.Dataset) -> NodeCounts:
 
 
 def node_labels(graph: xr.Dataset) -> dict[str, npt.NDArray[Any]]:
-    """Labels of every node, each [node].
+    """Kind, layer, position, feature and activation of every node of a graph.
 
     Returns:
+        By name, arrays [node].
         "kind": `FEATURE`, `ERROR`, `TOKEN` or `LOGIT`. "layer": -1 for tokens, the number of layers for
         logits. "position". "feature": index in its layer; token id for tokens and logits; -1 for errors.
         "activation": NaN for all kinds but features.

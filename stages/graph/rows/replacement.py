@@ -34,12 +34,12 @@ __all__ = ["LayerMaps", "NormMap", "Replacement"]
 
 @dataclass(frozen=True, eq=False)
 class NormMap:
-    """A norm with frozen divisors, which is linear: x -> gain * (x - mean) / scale."""
+    """A norm with frozen divisors, which makes it linear: x -> gain * (x - mean) / scale."""
 
     gain: Tensor
-    """Gain, [hidden]."""
+    """Gain of the norm [hidden]."""
     scale: Tensor
-    """Divisor of each position, [position]."""
+    """Divisor of each position [position]."""
     centred: bool
     """Whether the mean is subtracted (LayerNorm), or not (RMSNorm)."""
 
@@ -52,11 +52,11 @@ class NormMap:
         return folded - folded.mean(-1, keepdim=True) if self.centred else folded
 
     def forward(self, x: Tensor, positions: Tensor | slice) -> Tensor:
-        """Apply the norm.
+        """Output of the norm for some states, [..., hidden].
 
         Arguments:
-            x: rows [..., hidden].
-            positions: position of each row, for the divisors.
+            x: States [..., hidden].
+            positions: Position of each state, which selects its divisor.
         """
         x = x - x.mean(-1, keepdim=True) if self.centred else x
         return x * self.gain / self.scale[positions, None]
@@ -65,30 +65,30 @@ class NormMap:
         """Propagate gradients from the output of the norm to its input.
 
         Arguments:
-            gradient: gradients [target, hidden].
-            positions: position of each gradient, for the divisors.
+            gradient: Gradients at the output [target, hidden].
+            positions: Position of each gradient, which selects its divisor.
         """
         return self.columns(gradient) / self.scale[positions, None]
 
 
 @dataclass(frozen=True, eq=False)
 class LayerMaps:
-    """Transposed maps of one layer, with divisors and gains folded in."""
+    """Transposed maps of one layer, through which gradients go, with norm gains and divisors folded in."""
 
     out: Tensor
-    """Output projection, [hidden, head * d_head]."""
+    """Output projection of attention [hidden, head * d_head]."""
     values: Tensor
-    """Value projection, [kv_head * d_head, hidden]."""
+    """Value projection of attention [kv_head * d_head, hidden]."""
     mix: Tensor
-    """Attention patterns, [kv_head, key_position, head of the group, query_position]."""
+    """Attention patterns [kv_head, key_position, head of the group, query_position]."""
     skip: Tensor | None = None
-    """Linear skip of the transcoder, [hidden, hidden]; None without one."""
+    """Linear skip connection of the transcoder [hidden, hidden]; None without one."""
     skip_scale: Tensor | None = None
-    """Norm divisors of the linear skip, [position]; None without skip."""
+    """Norm divisors of the skip connection [position]; None without one."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the four maps; `skip_scale`, a number per position, does not count."""
+        """Size in bytes of the four matrices; `skip_scale`, a number per position, does not count."""
         return sum(part.nbytes for part in (self.out, self.values, self.mix, self.skip) if part is not None)
 
 
@@ -104,14 +104,14 @@ class Replacement:
         dtype: torch.dtype = torch.float64,
         room: int = 1 << 30,
     ) -> None:
-        """Prepare the maps; each is computed at its first use.
+        """Prepare the maps of the layers; each is computed at its first use.
 
         Arguments:
-            model: a loaded model.
-            dictionary: transcoders of the model.
-            frozen: activations of the prompt.
-            dtype: dtype of the arithmetic.
-            room: bytes for cached maps; maps that do not fit are computed at every use.
+            model: A loaded model.
+            dictionary: Transcoders of the model.
+            frozen: Activations of the prompt.
+            dtype: dtype in which gradients are computed.
+            room: Bytes for cached maps; maps that do not fit are computed at every use.
         """
         self.config, self.network = model.config, model.network
         self._heads, self._kv_heads, self._d_head = (
@@ -125,11 +125,11 @@ class Replacement:
     # -- the pieces
 
     def norm(self, name: str, layer: int | None) -> NormMap:
-        """A norm with the divisors of the prompt.
+        """A norm of the model, frozen at the divisors of the prompt.
 
         Arguments:
             name: "ln1", "ln2", "ln1_post", "ln2_post" or "ln_final".
-            layer: its layer; None for "ln_final".
+            layer: Layer of the norm; None for "ln_final".
         """
         gain = self.network.norm_gain(name, layer, self.dtype)
         scale = self.frozen.scales[HookPoint(f"{name}_scale", layer)].to(self.dtype)
@@ -154,24 +154,25 @@ class Replacement:
         return None
 
     def written(self, layer: int, vectors: Tensor, positions: Tensor | slice) -> Tensor:
-        """Contribution to the residual stream of vectors at the write hook of a layer, [n, hidden].
+        """What vectors at the write hook of a layer add to the residual stream, [n, hidden].
 
         Arguments:
-            layer: the layer.
-            vectors: vectors [n, d_out].
-            positions: position of each vector, for the divisors of a norm after the MLP.
+            layer: The layer.
+            vectors: Vectors at the write hook [n, d_out].
+            positions: Position of each vector, for the divisors of a norm after the MLP.
         """
         norm = self._write_norm(layer)
         return vectors if norm is None else norm.forward(vectors, positions)
 
     def read_gradient(self, layer: int, vectors: Tensor, positions: Tensor) -> Tensor:
-        """Gradients at resid_mid of a layer, for targets that read its read hook.
+        """Gradients [target, hidden] at resid_mid of a layer, for targets that read the transcoder's input.
 
         Arguments:
-            layer: the layer. For `n_layers`, gradients at the final residual stream, for vectors that read
+            layer: The layer. For `n_layers`, gradients are at the final residual stream, for targets that
+            read
                 the output of the final norm.
-            vectors: vector that each target reads with, [target, d_in].
-            positions: position of each target, [target].
+            vectors: Vector with which each target reads the state [target, d_in].
+            positions: Position of each target [target].
         """
         if layer == self.n_layers:
             return self.norm("ln_final", None).backward(vectors, positions)
@@ -180,13 +181,13 @@ class Replacement:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the maps of all layers fit in the cache; computes them."""
+        """Whether the maps of all layers fit in the cache; the maps are computed to find out."""
         for layer in range(self.n_layers):
             self.maps(layer)
         return len(self._cache) == self.n_layers
 
     def maps(self, layer: int) -> LayerMaps:
-        """The maps of a layer, from the cache or computed now."""
+        """The maps of a layer, from the cache if it holds them."""
         maps = self._cache.get(layer)
         if maps is None:
             maps = self._compute_maps(layer)
@@ -209,7 +210,10 @@ class Replacement:
         return LayerMaps(out.contiguous(), values, grouped, *self._skip(layer))
 
     def _skip(self, layer: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """(matrix from gradients after the layer to resid_mid, divisors [position]) of the linear skip."""
+        """Skip connection of a layer: (matrix [hidden, hidden], norm divisors [position]), or two Nones.
+
+        The matrix maps gradients after the layer to gradients at resid_mid.
+        """
         if layer not in self.dictionary.layers:
             return None, None
         matrix = self.dictionary.layer(layer).W_skip
@@ -226,12 +230,12 @@ class Replacement:
     # -- the walk
 
     def start(self, layer: int, positions: Tensor, gradient: Tensor) -> Tensor:
-        """Start the backward walk at the attention of a layer.
+        """Propagate gradients of targets in a layer through its attention, to the input of the layer.
 
         Arguments:
-            layer: layer of the targets; `n_layers` for the final residual stream.
-            positions: position of each target, [target].
-            gradient: gradient of each target at resid_mid of the layer, [target, hidden].
+            layer: Layer of the targets; `n_layers` for the final residual stream.
+            positions: Position of each target [target].
+            gradient: Gradient of each target at resid_mid of the layer [target, hidden].
 
         Returns:
             Gradients at the input of the layer, [position, target, hidden], up to the last position of a
@@ -255,8 +259,8 @@ class Replacement:
         """Propagate gradients from after a layer to before it.
 
         Arguments:
-            layer: the layer.
-            gradient: gradients [position, target, hidden], changed in place.
+            layer: The layer.
+            gradient: Gradients after the layer [position, target, hidden], changed in place.
 
         Returns:
             `gradient`.

@@ -22,17 +22,17 @@ from .influence import partial_influence
 __all__ = ["RowSelection"]
 
 Blocks = Sequence[tuple[Ints, Any]]
-"""(item of each row, weights [row, source]) of each block of rows."""
+"""Blocks of computed rows: (target of each row, weights [row, source]) of each."""
 
 
 @dataclass(frozen=True)
 class RowSelection:
-    """How many features get a row, and how often features are ranked."""
+    """How many features get a row (incoming edges), and how often features are ranked by influence."""
 
     most: int | None = None
-    """Maximum number of features with a row; None for all active features."""
+    """Largest number of features with a row; None for all active features."""
     at_once: int = 2048
-    """Features that get a row between two rankings."""
+    """Number of features that get a row between two rankings."""
 
     def __post_init__(self) -> None:
         # Only types are checked here; the ranges below, in one message.
@@ -41,36 +41,36 @@ class RowSelection:
                 as_count(value, name, least=-LARGEST, error=StageError)
         if (self.most is not None and self.most < 1) or self.at_once < 1:
             raise StageError(
-                "expected max_feature_nodes of 1 or more, or None for all features, and batch_size * "
-                f"update_interval of 1 or more, found {self.most} and {self.at_once}"
+                "expected max_feature_nodes to be at least 1 (or None for all features), and batch_size * "
+                f"update_interval to be at least 1, found {self.most} and {self.at_once}"
             )
 
     def canonical(self) -> dict[str, int] | None:
-        """JSON values for the key; None if all features get a row, in whatever groups."""
+        """JSON values for the key of a graph; None if all features get a row, whatever the groups."""
         return None if self.most is None else {"most": self.most, "at_once": self.at_once}
 
     def rows(self, features: int, logits: int) -> int:
-        """Number of rows of a graph.
+        """Number of rows of a graph's matrix.
 
         Arguments:
-            features: number of active features.
-            logits: number of explained logits.
+            features: Number of active features.
+            logits: Number of explained logits.
         """
         return logits + (features if self.most is None else min(self.most, features))
 
     def visits(
         self, features: int, weights: npt.NDArray[np.float64], sources: int, so_far: Callable[[], Blocks]
     ) -> Iterator[Ints]:
-        """Yield the items to compute, group by group.
+        """Yield the targets whose rows are computed, group by group.
 
         Arguments:
-            features: number of active features.
-            weights: weight of each logit, [logit].
-            sources: columns of a row.
-            so_far: returns the rows of all earlier groups, as (item of each row, weights [row, source]).
+            features: Number of active features.
+            weights: Weight of each logit [logit].
+            sources: Number of columns of a row.
+            so_far: Function that returns the rows of all earlier groups.
 
         Yields:
-            Items of the next group: index of a feature, or `features` plus the index of a logit.
+            Targets of the next group: the index of a feature, or `features` plus the index of a logit.
         """
         logits = np.arange(features, features + len(weights))
         if self.most is None or self.most >= features:

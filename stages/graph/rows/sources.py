@@ -26,18 +26,18 @@ __all__ = ["Sources", "error_vectors"]
 
 @dataclass(frozen=True, eq=False)
 class SourceBlock:
-    """Features of one position that write after one layer."""
+    """Features of one position that write to the residual stream after one layer."""
 
     position: int
-    """The position."""
+    """Position of the features."""
     first: int
-    """Column of the first feature; the others follow."""
+    """Column of the first feature; those of the others follow."""
     vectors: Tensor
-    """Contribution of each feature to the residual stream, [feature, hidden]."""
+    """Vector that each feature adds to the residual stream [feature, hidden]."""
 
 
 class Sources:
-    """Features, errors and tokens of a prompt, with their vectors in the residual stream."""
+    """The sources of a graph (features, errors, tokens), with the vectors that they add to the stream."""
 
     def __init__(
         self, replacement: Replacement, active: Active, errors: Tensor, *, room: int = 1 << 30
@@ -45,10 +45,10 @@ class Sources:
         """Arrange the columns.
 
         Arguments:
-            replacement: the local replacement model.
-            active: active features, sorted by layer, position, index.
-            errors: error vectors at the write hook, [layer, position, d_out].
-            room: bytes for cached decoder vectors; if they do not fit, they are read for every batch.
+            replacement: The local replacement model.
+            active: Active features, sorted by layer, position, index.
+            errors: Error vectors at the write hook [layer, position, d_out].
+            room: Bytes for cached decoder vectors; if they do not fit, they are read for every batch.
         """
         self.replacement = replacement
         self.active = active = type(active)(
@@ -85,12 +85,12 @@ class Sources:
                 pass
 
     def contract(self, layer: int, gradient: Tensor, out: Tensor) -> None:
-        """Add the effects of features and errors that write after a layer.
+        """Add to rows the effects of features and errors that write after a layer.
 
         Arguments:
-            layer: the layer.
-            gradient: gradients of the targets after this layer, [position, target, hidden].
-            out: rows so far, [target, column], changed in place.
+            layer: The layer.
+            gradient: Gradients of the targets after this layer [position, target, hidden].
+            out: Rows so far [target, column], changed in place.
         """
         count = len(gradient)
         for block in self._blocks(layer, count):
@@ -101,17 +101,17 @@ class Sources:
         out[:, start : start + count] = _dots(gradient, self._errors[layer, :count])
 
     def contract_tokens(self, gradient: Tensor, out: Tensor) -> None:
-        """Set the effects of tokens.
+        """Set the effects of tokens in rows.
 
         Arguments:
-            gradient: gradients of the targets at the embedding, [position, target, hidden].
-            out: rows so far, [target, column], changed in place.
+            gradient: Gradients of the targets at the embedding [position, target, hidden].
+            out: Rows so far [target, column], changed in place.
         """
         start = self.n_columns - self.replacement.n_positions
         out[:, start : start + len(gradient)] = _dots(gradient, self._embed[: len(gradient)])
 
     def _blocks(self, layer: int, count: int) -> Iterator[SourceBlock]:
-        """Blocks of the first `count` positions, from the cache or read now."""
+        """Yield the features of the first `count` positions that write after a layer, in blocks."""
         if self._cache is None:
             blocks: Iterator[SourceBlock] = self._read_blocks(layer)
         else:
@@ -124,7 +124,7 @@ class Sources:
             yield block
 
     def _read_blocks(self, layer: int) -> Iterator[SourceBlock]:
-        """Read the blocks of all positions, in order; at most `_piece` vectors are in memory at a time."""
+        """Yield the features of all positions that write after a layer, at most `_piece` per block."""
         layers, writers = self.replacement.n_layers, self._writers(layer)
         if not writers:
             return
@@ -137,14 +137,16 @@ class Sources:
                 yield SourceBlock(position, start, self._vectors(layer, indices))
 
     def _writers(self, layer: int) -> list[int]:
-        """Layers whose features write after `layer`."""
+        """Layers whose features write to the residual stream after `layer`."""
         dictionary = self.replacement.dictionary
         return [source for source in dictionary.layers if layer in dictionary.targets(source)]
 
     def _vectors(self, layer: int, indices: Tensor) -> Tensor:
-        """Contributions [feature, hidden] of features to the residual stream after `layer`.
+        """Vectors [feature, hidden] that features add to the residual stream after `layer`.
 
-        indices: indices of active features, sorted by layer.
+        Arguments:
+            layer: The layer.
+            indices: Indices of active features, sorted by layer.
         """
         parts, active = [], self.active
         sources, counts = active.layer[indices].unique_consecutive(return_counts=True)
@@ -168,12 +170,12 @@ class Sources:
 
 
 def error_vectors(replacement: Replacement, active: Active, *, zero_positions: int) -> Tensor:
-    """MLP outputs minus their reconstruction by features, at the write hook, [layer, position, d_out].
+    """Error vectors of a graph: MLP outputs minus their reconstruction by features [layer, position, d_out].
 
     Arguments:
-        replacement: the local replacement model.
-        active: active features of the prompt.
-        zero_positions: number of first positions whose errors are zero.
+        replacement: The local replacement model.
+        active: Active features of the prompt.
+        zero_positions: Number of positions at the start whose errors are set to zero.
     """
     frozen, dictionary = replacement.frozen, replacement.dictionary
     states = {layer: read.to(replacement.dtype) for layer, read in frozen.read.items()}

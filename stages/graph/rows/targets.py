@@ -36,19 +36,19 @@ _ROLES = ("bos_token", "pad_token", "eos_token", "unk_token", "sep_token", "cls_
 
 @dataclass(frozen=True, eq=False)
 class Direction:
-    """A custom target."""
+    """A custom direction that a graph explains in place of a token's logit."""
 
     label: str
-    """Name of the target."""
+    """Name of the direction."""
     weight: float
-    """Its weight among the targets, in place of a probability."""
+    """Weight of the direction among the targets, in place of a probability."""
     vector: npt.NDArray[np.float32]
     """Vector that reads the normalised final residual stream, float32 [hidden]."""
 
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """The logit nodes of a graph."""
+    """The logit nodes of a graph, with the vectors that read them."""
 
     ids: Tensor
     """Token ids, int64 [logit]; from the vocabulary size on for custom directions."""
@@ -62,19 +62,19 @@ class Targets:
 
 @dataclass(frozen=True, eq=False)
 class TargetChoice:
-    """Which logits a graph explains: `tokens`, or `directions`, or if both are empty the likeliest tokens."""
+    """Which logits a graph explains: `tokens`, `directions`, or if both are empty the most likely tokens."""
 
     tokens: tuple[int, ...] = ()
-    """Token ids."""
+    """Ids of the tokens whose logits are explained; empty for the most likely ones."""
     directions: tuple[Direction, ...] = ()
-    """Custom directions."""
+    """Custom directions that are explained in place of tokens."""
     most: int = 10
-    """Maximum number of tokens, if the likeliest ones are explained."""
+    """Largest number of tokens, if the most likely ones are explained."""
     probability: float = 0.95
-    """Total probability at which no further likeliest token is added."""
+    """Total probability at which no further most likely token is added."""
 
     def canonical(self) -> dict[str, Any]:
-        """JSON values for the key."""
+        """The choice as JSON values, which enter the key of the graph."""
         if self.tokens:
             return {"tokens": list(self.tokens)}
         if self.directions:
@@ -85,12 +85,12 @@ class TargetChoice:
     def resolve(
         self, logits: Tensor, unembed: Tensor, tokenizer: Tokenizer | None, dtype: torch.dtype
     ) -> Targets:
-        """Labels, weights and vectors of the logits, for the logits of a prompt's last position.
+        """The logit nodes for a prompt, given its logits.
 
         Arguments:
-            logits: logits of its last position, [vocab].
-            unembed: unembedding matrix, [vocab, hidden].
-            tokenizer: decodes the labels; None for empty labels.
+            logits: Logits of the prompt's last position [vocab].
+            unembed: Unembedding matrix [vocab, hidden].
+            tokenizer: Tokenizer that decodes the labels; None for empty labels.
             dtype: dtype of the vectors.
         """
         import torch
@@ -128,21 +128,21 @@ def choose(
     most: int = 10,
     probability: float = 0.95,
 ) -> TargetChoice:
-    """Check and convert the option `targets`.
+    """Check the option `targets` of an attribution graph, and convert it.
 
     Arguments:
-        given: None for the likeliest tokens, token ids, strings of one token each, or (label, weight, vector)
-            triples.
-        tokenizer: encodes strings.
-        vocab_size: size of the vocabulary.
-        hidden_size: width of the residual stream.
-        most: most of the likeliest tokens.
-        probability: total probability of the likeliest tokens to reach.
+        given: None for the most likely tokens; token ids; strings of one token each; or triples of label,
+            weight and vector.
+        tokenizer: Tokenizer that encodes strings.
+        vocab_size: Size of the vocabulary.
+        hidden_size: Width of the residual stream.
+        most: Largest number of most likely tokens.
+        probability: Total probability that the most likely tokens reach, if `most` allows.
 
     Raises:
-        PromptError: for ids out of range, an empty list, or invalid numbers.
-        TokenizerError: for a string that is not one token.
-        ShapeError: for a vector of another width.
+        PromptError: An id is out of range, the list is empty, or a number is invalid.
+        TokenizerError: A string is not one token.
+        ShapeError: A vector has another width than the residual stream.
     """
     # Only types are checked here; the ranges of both below, in one message.
     most, probability = (
@@ -151,15 +151,15 @@ def choose(
     )
     if most < 1 or not 0 < probability <= 1:
         raise PromptError(
-            f"expected max_n_logits of 1 or more and desired_logit_prob in (0, 1], found {most} and "
-            f"{probability}"
+            "expected max_n_logits to be at least 1, and desired_logit_prob to be above 0 and at most 1, "
+            f"found {most} and {probability}"
         )
     if given is None:
         return TargetChoice(most=most, probability=probability)
     items = as_list(given)
     if not items:
         raise PromptError(
-            "expected at least one target, found none; leave targets out for the likeliest tokens"
+            "expected at least one entry in targets, found none; leave targets out for the most likely tokens"
         )
     if all(isinstance(item, str) for item in items):
         return TargetChoice(tokens=tuple(_one_token(item, tokenizer) for item in items))
@@ -167,7 +167,7 @@ def choose(
     if all(isinstance(item, int) for item in items):
         outside = [item for item in items if not 0 <= item < vocab_size]
         if outside:
-            raise PromptError(f"expected target ids in 0..{vocab_size - 1}, found {outside[0]}")
+            raise PromptError(f"expected token ids from 0 to {vocab_size - 1} as targets, found {outside[0]}")
         return TargetChoice(tokens=tuple(items))
     return TargetChoice(directions=tuple(_direction(item, hidden_size) for item in items))
 
@@ -179,19 +179,19 @@ def prompt_tokens(prompt: Any, tokenizer: Tokenizer | None) -> list[int]:
     be a special token.
 
     Arguments:
-        prompt: text or token ids. A text that does not begin with a special token gets BOS, or else the first
+        prompt: Text or token ids. A text that does not begin with a special token gets BOS, or else the first
             of pad, EOS and others that the tokenizer has. Token ids are used unchanged.
-        tokenizer: tokenizer of the model; None if it has none.
+        tokenizer: Tokenizer of the model; None if it has none.
 
     Raises:
-        PromptError: for several prompts.
-        TokenizerError: for a text without a tokenizer.
+        PromptError: There are several prompts.
+        TokenizerError: The prompt is a text, and the model has no tokenizer.
     """
     row = one_row(prompt)
     if not isinstance(row, str):
         return row
     if tokenizer is None:
-        raise TokenizerError("expected token ids for a model without a tokenizer, found text")
+        raise TokenizerError("expected token ids as prompt of a model without a tokenizer, found a text")
     special = [i for role in _ROLES if (i := tokenizer.special_id(role)) is not None]
     ids = tokenizer.encode_raw(row).ids
     return ids if not special or (ids[:1] and ids[0] in special) else [special[0], *ids]
@@ -201,8 +201,8 @@ def prompt_text(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
     """Text of a prompt, including special tokens.
 
     Arguments:
-        tokens: token ids; ids that the tokenizer does not know are left out.
-        tokenizer: tokenizer of the model; None gives "".
+        tokens: Token ids; ids that the tokenizer does not know are left out.
+        tokenizer: Tokenizer of the model; None gives "".
     """
     if tokenizer is None:
         return ""
@@ -214,8 +214,8 @@ def token_text(token: int, tokenizer: Tokenizer | None) -> str:
     """Text of a single token, as circuit-tracer shows it.
 
     Arguments:
-        token: token id; an unknown one gives "".
-        tokenizer: tokenizer of the model; None gives "".
+        token: Token id; an unknown one gives "".
+        tokenizer: Tokenizer of the model; None gives "".
     """
     if tokenizer is None or not tokenizer.decode_token(token):
         return ""
@@ -223,23 +223,23 @@ def token_text(token: int, tokenizer: Tokenizer | None) -> str:
 
 
 def _one_token(text: str, tokenizer: Tokenizer | None) -> int:
-    """Id of a text that is one token; TokenizerError otherwise."""
+    """Id of the token that a text is; TokenizerError if it is not exactly one token."""
     if tokenizer is None:
         raise TokenizerError(f"expected token ids as targets of a model without a tokenizer, found {text!r}")
     ids = tokenizer.encode_raw(text).ids
     if len(ids) != 1:
         raise TokenizerError(
-            f"expected target {text!r} to be one token of {tokenizer.name}, found {len(ids)} "
-            f"({tokenizer.pieces(ids)}); spaces count, ' word' is another token than 'word'"
+            f"expected the target {text!r} to be one token of {tokenizer.name}, found {len(ids)} tokens "
+            f"({tokenizer.pieces(ids)}); a leading space belongs to a token, so try {' ' + text.strip()!r}"
         )
     return ids[0]
 
 
 def _direction(item: Any, hidden_size: int) -> Direction:
-    """Check a (label, weight, vector) triple and convert it."""
+    """Custom direction from a (label, weight, vector) triple, after checking it."""
     if not isinstance(item, Sequence) or len(item) != 3 or not isinstance(item[0], str):
         raise PromptError(
-            f"expected targets as ids, strings, or (label, weight, vector) triples, found {item!r}"
+            f"expected targets as token ids, strings, or (label, weight, vector) triples, found {item!r}"
         )
     label, weight, vector = item
     values = (
@@ -247,8 +247,8 @@ def _direction(item: Any, hidden_size: int) -> Direction:
     )
     if values.shape != (hidden_size,) or not np.isfinite(values).all():
         raise ShapeError(
-            f"expected the direction of target {label!r} as {hidden_size} finite numbers, found shape "
-            f"{list(values.shape)}"
+            f"expected the vector of the target {label!r} to be {hidden_size} finite numbers, the width of "
+            f"the residual stream, found shape {list(values.shape)} or numbers that are infinite or NaN"
         )
     # A copy, as its digest is part of a key: the caller may change the array afterwards.
     return Direction(label, float(weight), np.array(values, np.float32))

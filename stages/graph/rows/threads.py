@@ -20,11 +20,12 @@ _LOCK = threading.Lock()  # torch has one number of threads for the whole proces
 
 @contextmanager
 def one_thread_each(*, when: bool = True) -> Iterator[None]:
-    """In this block each torch operation runs on one thread, also in threads started inside.
+    """Context in which each torch operation uses one thread, also in threads that are started inside.
 
-    Blocks exclude each other, so that the previous number of threads is restored; do not nest them.
+    Contexts exclude each other, so that the previous number of threads is restored; do not nest them.
 
-    when: False changes nothing.
+    Arguments:
+        when: Whether to do so; False changes nothing.
     """
     if not when:
         yield

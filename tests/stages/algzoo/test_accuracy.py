@@ -107,7 +107,7 @@ def test_threads_and_order_do_not_matter_and_more_samples_go_on(in_small_blocks,
 
 def test_a_killed_count_goes_on_where_it_was(in_small_blocks, tmp_path, monkeypatch):
     store, whole = mizarr.open_store(tmp_path / "killed"), mizarr.open_store(tmp_path / "whole")
-    scored, calls = accuracy._scored, []
+    scored, calls = accuracy._sample_scores, []
 
     def dying(*args):
         calls.append(1)
@@ -115,24 +115,29 @@ def test_a_killed_count_goes_on_where_it_was(in_small_blocks, tmp_path, monkeypa
             raise KeyboardInterrupt
         return scored(*args)
 
-    monkeypatch.setattr(accuracy, "_scored", dying)
+    monkeypatch.setattr(accuracy, "_sample_scores", dying)
     with pytest.raises(KeyboardInterrupt):
         counts(store, 100_000, threads=1)
     assert cells(store) == 2
-    monkeypatch.setattr(accuracy, "_scored", scored)
+    monkeypatch.setattr(accuracy, "_sample_scores", scored)
     xr.testing.assert_identical(counts(store, 100_000, threads=1), counts(whole, 100_000, threads=1))
 
 
 def test_what_does_not_fit_is_one_clear_line(tmp_path):
     model = load_model("specimen-2nd-argmax-3")
-    with pytest.raises(ConfigError, match="expected 4 outputs for argmax of 4 numbers, found a network of 3"):
+    with pytest.raises(ConfigError, match="needs a network with 4 outputs, found a network with 3"):
         sampled_accuracy(model.weights, blocks(10), task="argmax", sequence=4)
-    with pytest.raises(ShapeError, match="expected 1 to 1000000 samples of block 0, found 2000000"):
+    with pytest.raises(
+        ShapeError, match="expected 1 to 1,000,000 samples to count in block 0, found 2,000,000"
+    ):
         sampled_accuracy(model.weights, blocks(2_000_000), **ABOUT)
-    with pytest.raises(ConfigError, match="expected a task of integers to enumerate"):
+    with pytest.raises(ConfigError, match="only the inputs of a task on integers can be enumerated"):
         sampled_accuracy_node(model.weights_node(), **ABOUT, samples=1, exhaustive=True)
     node = sampled_accuracy_node(model.weights_node(), **ABOUT, samples=10, dtype="float16")
-    with pytest.raises((ConfigError, StageError), match="expected dtype float32 or float64, found 'float16'"):
+    with pytest.raises(
+        (ConfigError, StageError),
+        match="expected float32 or float64 as the dtype of the forward pass, found 'float16'",
+    ):
         run(node, mizarr.open_store(tmp_path))
 
 

@@ -117,9 +117,9 @@ def test_noise_is_a_share_of_the_spread_of_each_matrix():
 
 def test_numbers_and_noise_that_is_none_are_refused():
     samples = samples_of(3, 0, "median")
-    with pytest.raises(ConfigError, match="expected a task with classes"):
+    with pytest.raises(ConfigError, match="needs a task whose answer is a class"):
         surprise_accounting(weights_of(0, 3, 1), samples, samples, task="median")
-    with pytest.raises(ConfigError, match="expected noise above 0"):
+    with pytest.raises(ConfigError, match="expected sigmas above 0"):
         surprise_accounting(weights_of(0, 3, 3), samples, samples, task="argmax", sigmas=(0.0,))
 
 

@@ -71,9 +71,9 @@ def test_the_median_of_an_even_number_is_the_mean_of_the_middle_two():
 def test_an_unknown_task_and_inputs_that_are_none_are_one_line():
     with pytest.raises(ConfigError, match="did you mean 'argmedian'"):
         task_named("arg_median")
-    with pytest.raises(ShapeError, match=r"expected integers in 0\.\.2, found 0 to 3"):
+    with pytest.raises(ShapeError, match=r"integers from 0 to 2, .* found values from 0 to 3"):
         TASKS["longest_cycle"].targets(np.array([[0, 3, 1]]))
-    with pytest.raises(ShapeError, match="of at least 3 time steps"):
+    with pytest.raises(ShapeError, match="with at least 3 time steps"):
         TASKS["argoutlier"].targets(np.zeros((4, 2)))  # both are equally far from their mean
-    with pytest.raises(ShapeError, match=r"expected inputs \[sample, time\]"):
+    with pytest.raises(ShapeError, match=r"needs inputs of shape \[sample, time\]"):
         TASKS["argmax"].targets(np.zeros(3))

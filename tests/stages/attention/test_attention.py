@@ -95,9 +95,9 @@ def test_a_captured_pattern_reads_as_the_reference_has_it(tmp_path_factory, tmp_
 
 
 def test_what_is_not_there_is_an_error(pattern):
-    with pytest.raises(StageError, match=r"\(3\.\.7\), found 4"):
+    with pytest.raises(StageError, match=r"from 3 to 7, found layer 4"):
         attention_from_position(pattern, 4, 0)
-    with pytest.raises(PromptError, match=r"in 0\.\.2 .* found 3"):
+    with pytest.raises(PromptError, match=r"in 0\.\.2, .* found 3"):
         attention_to_position(pattern, 3, 3)
     with pytest.raises(PromptError, match="found -4"):
         peak_layer(pattern, -4, 0)

@@ -231,7 +231,7 @@ def test_statistics_do_not_depend_on_blocks(sizes, block, seed):
 
 def test_a_dataset_without_patterns_names_the_capture():
     states = xr.Dataset({"resid_post": (("layer", "token", "hidden"), np.zeros((1, 2, 3)))})
-    with pytest.raises(EntryNotFound, match=r"found resid_post; .*--hooks 'blocks.\*.attn.hook_pattern'"):
+    with pytest.raises(EntryNotFound, match=r"only resid_post; .*--hooks 'blocks.\*.attn.hook_pattern'"):
         detect_head(states)
 
 
@@ -242,22 +242,22 @@ def test_what_cannot_be_scored_is_an_error():
         head_scores(**packed(EVEN[None, None], np.ones((1, 1, 1, 1))), token_id=ids([1, 2, 1], [4]))
     with pytest.raises(PromptError, match="at least 4 tokens, found 3"):
         head_scores(**stored, token_id=tokens, first_query=3)
-    with pytest.raises(ShapeError, match=r"expected 6 pairs.*found 5"):
+    with pytest.raises(ShapeError, match=r"have 6 .* pairs, found a pattern with 5"):
         head_scores(
             pattern=stored["pattern"].isel(pair=slice(5)), row_size=stored["row_size"], token_id=tokens
         )
-    with pytest.raises(ShapeError, match=r"one token id per token \(3\), found 2"):
+    with pytest.raises(ShapeError, match=r"a token id for each of the 3 tokens .*, found 2 ids"):
         head_scores(**stored, token_id=tokens[:2])
     with pytest.raises(ConfigError, match="did you mean 'induction_head'"):
         head_scores(**stored, token_id=tokens, kinds=("induction",))
-    with pytest.raises(ConfigError, match="'mul' or 'abs', found 'add'"):
+    with pytest.raises(ConfigError, match="'mul' or 'abs' as error_measure, found 'add'"):
         head_scores(**stored, token_id=tokens, error_measure="add")
-    with pytest.raises(ConfigError, match=r"heads in 0\.\.0, found 1"):
+    with pytest.raises(ConfigError, match=r"head numbers from 0 to 0, found head 1"):
         head_scores(**stored, token_id=tokens, heads=[(3, 1)])
     square = xr.DataArray(np.ones((3, 3)), dims=("query_position", "key_position"))
     with pytest.raises(ShapeError, match="lower-triangular"):
         pattern_scores(**stored, detection_pattern=square)
-    with pytest.raises(ShapeError, match=r"prompts of 2 tokens.*found 3 to 3"):
+    with pytest.raises(ShapeError, match=r"prompts of 2 tokens.*found prompts of 3 to 3"):
         pattern_scores(**stored, detection_pattern=square[:2, :2] * np.tri(2))
 
 

@@ -56,7 +56,7 @@ def test_without_draws_nothing_is_beyond_chance_and_there_is_no_share():
     assert np.isnan([null.median, *null.bound(), null.share_as_large(1.0)]).all()
 
 
-@pytest.mark.parametrize(("values", "said"), [([0.0, np.nan], "found 1 that are not")])
+@pytest.mark.parametrize(("values", "said"), [([0.0, np.nan], "found 1 that are infinite or NaN")])
 def test_draws_that_are_no_numbers_are_refused(values: list[float], said: str):
     with pytest.raises(ConfigError, match=said):
         Null(np.array(values), "heads")
@@ -97,7 +97,7 @@ def test_what_is_drawn_leaves_out_the_cause_and_repeats():
     assert drawn == chosen_at_random(heads, 5, seed=1, without=[(0, 0)])
     assert drawn != chosen_at_random(heads, 5, seed=2, without=[(0, 0)])
     assert sorted(chosen_at_random(heads, 50, seed=1)) == heads
-    with pytest.raises(ConfigError, match="all 1 excluded"):
+    with pytest.raises(ConfigError, match="all 1 are excluded"):
         chosen_at_random([1], 5, seed=1, without=[1])
 
 

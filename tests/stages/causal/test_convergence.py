@@ -114,7 +114,7 @@ def test_a_normalised_vector_has_length_one_and_the_same_direction(llama, tmp_pa
     unit = computed(ContrastiveVectors((IDS,), (OTHER,), normalised=True), model, tmp_path)
     np.testing.assert_allclose(np.linalg.norm(unit["vector"], axis=-1), 1, rtol=1e-5)
     np.testing.assert_allclose(unit["vector"] * unit["norm"], plain["vector"], rtol=1e-4, atol=1e-5)
-    with pytest.raises(StageError, match="which has no direction"):
+    with pytest.raises(StageError, match="cannot be normalised"):
         ContrastiveVectors((IDS,), (IDS,), normalised=True).computed(model)
 
 
@@ -178,15 +178,19 @@ def test_the_key_moves_with_every_parameter(llama, tmp_path, changed):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"position": 12}, PromptError, r"position in 0\.\.11"),
+        ({"position": 12}, PromptError, "vector from -12 to 11"),
         ({"strengths": ()}, StageError, "found none"),
-        ({"strengths": (1.0, 1.0)}, StageError, "each once"),
+        ({"strengths": (1.0, 1.0)}, StageError, "each strength once"),
         ({"strengths": (float("inf"),)}, StageError, "finite strengths"),
         ({"negative": ()}, PromptError, "at least one negative prompt"),
         ({"positive": ((),)}, PromptError, "at least one token"),
-        ({"negative": (SHORT,), "negative_positions": (3,)}, PromptError, r"0\.\.2 of negative prompt 0"),
-        ({"positive_positions": (1, 2)}, PromptError, r"one per prompt \(1\), found 2"),
-        ({"layers": (9,)}, InterventionError, r"layers in 0\.\.2"),
+        (
+            {"negative": (SHORT,), "negative_positions": (3,)},
+            PromptError,
+            "from -3 to 2 .* in negative prompt 0",
+        ),
+        ({"positive_positions": (1, 2)}, PromptError, "one for each of the 1, found 2"),
+        ({"layers": (9,)}, InterventionError, "layers from 0 to 2"),
     ],
 )
 def test_wrong_input_is_refused_before_anything_runs(llama, tmp_path, given, error, message):

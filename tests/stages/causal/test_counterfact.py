@@ -196,9 +196,13 @@ def test_keys_move_with_pairs_blocks_facts_and_subjects(random_model, tmp_path):
     ("experiment", "error", "match"),
     [
         (CounterFactPatching(pairs=()), StageError, "at least one pair"),
-        (CounterFactPatching(pairs=(SHORT,), block_size=4), StageError, r"block size in 1..3"),
+        (CounterFactPatching(pairs=(SHORT,), block_size=4), StageError, "block_size from 1 to 3"),
         (CounterFactPatching(pairs=(FactTokens((0, 1), (0, 1), (1,)),), block_size=1), PromptError, "equal"),
-        (CounterFactPatching(pairs=(FactTokens((), (1,), (0,)),), block_size=1), PromptError, "none"),
+        (
+            CounterFactPatching(pairs=(FactTokens((), (1,), (0,)),), block_size=1),
+            PromptError,
+            "of 0 and 1 tokens",
+        ),
         (
             CounterFactPatching(pairs=(FactTokens((0, 1), (0, 2), ()),), block_size=1),
             PromptError,

@@ -75,7 +75,7 @@ def test_draws_at_once_are_the_same_in_one_cell(model: mizarr.Model, tmp_path: P
 @pytest.mark.parametrize(("experiments", "said"), [
     ((), "found none"),
     ((EdgeKnockout(PROMPT, ((-1, 0),)), HeadKnockout(PROMPT, ((-1, 0),))), "edge_knockout 1, head_k"),
-    (drawn(1, 1), "one of them twice"),
+    (drawn(1, 1), "found two equal ones"),
 ])  # fmt: skip
 def test_what_is_no_set_of_draws_is_refused(experiments: tuple[Experiment, ...], said: str):
     with pytest.raises(StageError, match=said):

@@ -31,7 +31,7 @@ def test_logit_difference_and_probability_read_the_last_axis():
 
 
 def test_a_token_outside_the_vocabulary_is_refused():
-    with pytest.raises(MizarrError, match=r"expected a token id in 0\.\.2, found 3"):
+    with pytest.raises(MizarrError, match="expected a token id from 0 to 2, found 3"):
         probability(A, 3)
 
 

@@ -182,11 +182,11 @@ def test_a_layer_more_leaves_the_others_stored(rwkv7, tmp_path):
         (StateKnockout(IDS, (9,)), InterventionError, "positions in 0..6"),
         (StateKnockout(IDS, ()), InterventionError, "at least one position"),
         (StateKnockout(IDS, heads=(40,)), InterventionError, "expected heads in 0.."),
-        (StateKnockout(IDS, window=9), InterventionError, "window of 1.."),
+        (StateKnockout(IDS, window=9), InterventionError, "window from 1 to 3"),
         (RandomWrites(IDS, positions=(0,), draws=0), StageError, "at least one draw"),
         (RandomWrites(IDS, positions=(7,)), InterventionError, "positions in 0..6"),
-        (StateSteering(IDS, (0,), ()), StageError, "expected doses"),
-        (StateSteering(IDS, (0,), (2.0, 2.0)), StageError, "each once"),
+        (StateSteering(IDS, (0,), ()), StageError, "at least one dose"),
+        (StateSteering(IDS, (0,), (2.0, 2.0)), StageError, "each dose once"),
         (StateSteering(IDS, (0,), (float("nan"),)), InterventionError, "finite"),
     ],
 )
@@ -200,5 +200,5 @@ def test_a_model_without_such_a_state_is_refused_in_one_line(model_type, tmp_pat
     if model_type == "rwkv":
         save_random_rwkv(tmp_path, model_type)
     model = Model.from_pretrained("specimen" if model_type == "specimen" else str(tmp_path))
-    with pytest.raises(InterventionError, match=f"write to a state .*found {model.config.model_type}"):
+    with pytest.raises(InterventionError, match=f"with a recurrent state .*found {model.config.model_type}"):
         StateKnockout(IDS).cells(model.config)

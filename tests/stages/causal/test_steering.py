@@ -182,16 +182,16 @@ def test_the_key_moves_with_every_parameter(llama, tmp_path, changed):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"doses": ()}, StageError, "each once, found none"),
-        ({"doses": (1.0, 1.0)}, StageError, r"each once, found \[1.0, 1.0\]"),
+        ({"doses": ()}, StageError, "each dose once, found none"),
+        ({"doses": (1.0, 1.0)}, StageError, r"each dose once, found \[1.0, 1.0\]"),
         ({"doses": (-1.0,)}, InterventionError, "factor >= 0, found -1.0"),
         ({"doses": (float("nan"),)}, InterventionError, "found nan"),
         ({"kind": "add"}, StageError, "'scale' or 'set_value', found 'add'"),
         ({"kind": "set_value", "doses": (2.0,)}, InterventionError, r"weight in \[0, 1\]"),
         ({"edges": ()}, InterventionError, "at least one edge"),
         ({"edges": ((3, 5),)}, InterventionError, "no weight there"),
-        ({"window": 4}, InterventionError, r"window of 1\.\.3 layers, found 4"),
-        ({"window": 2, "layers": (2,)}, InterventionError, r"layers in 0\.\.1, each once, found 2"),
+        ({"window": 4}, InterventionError, "window from 1 to 3, the number of layers, found 4"),
+        ({"window": 2, "layers": (2,)}, InterventionError, "layers from 0 to 1, each once, found 2"),
     ],
 )
 def test_wrong_input_is_refused_before_anything_runs(llama, tmp_path, given, error, message):
@@ -223,7 +223,7 @@ def test_a_mean_no_factor_reaches_is_refused():
     assert exact_factor(0.3, 0.0) == 0.0
     assert exact_factor([0.0, 0.5], 0.4) == pytest.approx(4.0)
     for weights, target in ((0.0, 0.5), (0.3, 1.0), ([1.0, 0.5], 0.4), ([0.0, 0.5], 0.6)):
-        with pytest.raises(InterventionError, match="expected a mean weight between"):
+        with pytest.raises(InterventionError, match="expected a target attention weight between"):
             exact_factor(weights, target)
 
 

@@ -196,9 +196,9 @@ def test_a_budget_is_kept(model):
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        ({"threshold": -0.1}, "a threshold of at least 0, found -0.1"),
-        ({"threshold": float("nan")}, "a threshold of at least 0"),
-        ({"threshold": 1.0, "rule": "best"}, "rule acdc or budget, found 'best'"),
+        ({"threshold": -0.1}, "threshold to be finite and at least 0, found -0.1"),
+        ({"threshold": float("nan")}, "threshold to be finite and at least 0"),
+        ({"threshold": 1.0, "rule": "best"}, "rule to be 'acdc' or 'budget', found 'best'"),
     ],
 )
 def test_what_is_no_search_is_refused(model, told, said):

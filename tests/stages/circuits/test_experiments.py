@@ -132,13 +132,13 @@ def test_faithfulness_and_areas_on_paper():
 
     found = faithfulness(dataset([[1.0, 1.0], [3.0, 5.0], [7.0, 7.0]], [4.0, 4.0], [0.0, 2.0]))
     np.testing.assert_allclose(found, [0.0, 1.0, 2.0])
-    with pytest.raises(StageError, match="in which the model and no edge at all differ, found 1 and 1"):
+    with pytest.raises(StageError, match="and the circuit without edges, found 1 and 1"):
         faithfulness(dataset([[1.0]], [1.0], [1.0]))
     assert areas([0.0, 0.5, 1.0], [0.0, 1.0, 1.0]) == (0.75, 0.25)
     under, between = areas([0.001, 0.5, 1.0], [0.0, 2.0, 1.0])
     assert under == pytest.approx(0.499 + 0.75) and between == pytest.approx(0.499 + 0.25)
     for shares in ([0.5], [0.5, 0.5], [0.5, 0.1]):
-        with pytest.raises(StageError, match="by ascending share"):
+        with pytest.raises(StageError, match="in ascending order of their share"):
             areas(shares, [0.0] * len(shares))
 
 
@@ -150,7 +150,7 @@ def test_faithfulness_and_areas_on_paper():
         ({"pairs": (replace(PAIRS[0], corrupted=(999,) * 6),)}, PromptError, "999"),
         ({"pairs": (replace(PAIRS[0], metric=Recovery(KL())),)}, StageError, "found a recovery"),
         ({"pairs": (replace(PAIRS[0], metric=LogitDifference(1, 999)),)}, PromptError, "found 999"),
-        ({"pairs": (PAIRS[0], replace(PAIRS[1], metric=KL()))}, StageError, "one unit for the metrics"),
+        ({"pairs": (PAIRS[0], replace(PAIRS[1], metric=KL()))}, StageError, "metrics of one unit"),
         (
             {"pairs": (replace(PAIRS[0], metric=Rank(3)),)},
             StageError,
@@ -159,7 +159,7 @@ def test_faithfulness_and_areas_on_paper():
         ({"alternative": "other"}, StageError, "an alternative among corrupted, zero, mean, resampled"),
         ({"pairs": PAIRS[:1], "alternative": "mean"}, StageError, "at least two pairs of each length"),
         ({"method": "EAP-IG"}, StageError, "a method among EAP, EAP-IG-inputs"),
-        ({"steps": 0}, StageError, "at least one step"),
+        ({"steps": 0}, StageError, "steps to be at least 1"),
     ],
 )
 def test_what_cannot_be_scored_is_refused_before_anything_runs(model, change, error, said):
@@ -174,9 +174,9 @@ def test_what_cannot_be_run_is_refused(model):
         CircuitValues(pairs=PAIRS, circuits=(other,)).cells(model.config)
     with pytest.raises(StageError, match="at least one circuit"):
         CircuitValues(pairs=PAIRS, circuits=()).cells(model.config)
-    with pytest.raises(PromptError, match=r"a position in -6\.\.5, which all prompts have, found 6"):
+    with pytest.raises(PromptError, match=r"a position from -6 to 5, which every prompt has, found 6"):
         EdgeEffects(pairs=PAIRS, position=6).cells(model.config)
-    with pytest.raises(StageError, match="found one of them twice"):
+    with pytest.raises(StageError, match="found one pair twice"):
         EdgeEffects(pairs=(PAIRS[0], PAIRS[0])).cells(model.config)
     for sizes in ((), (5, 5), (0, 4), (10_000,)):
         with pytest.raises(StageError, match="sizes"):

@@ -32,8 +32,8 @@ ADDING = (
 """Norms of queries, of 1 + w, projections as one, layer norms; learned positions, parallel layers with one
 norm and with two, slopes, sinks and windows, experts, one key head."""
 SUMS = {
-    "gemma2": "norms 'around' what is added",
-    "olmo2": "norms 'after' what is added",
+    "gemma2": "norms 'around' the output of heads or MLP",
+    "olmo2": "norms 'after' the output of heads or MLP",
     "olmoe": "a norm over the queries of all heads together",
     "deepseek_v2": "no hook point 'q'",
     "mamba2": "a mixer of kind 'recurrence'",
@@ -110,7 +110,7 @@ def test_what_is_no_sum_is_refused_in_one_line(family, tmp_path):
     make(tmp_path, family, 1, tokenizer=False)
     config = Model.from_pretrained(tmp_path).config
     with pytest.raises(
-        ConfigError, match=rf"found {SUMS[family]}.* in layer \d of \w+; its parts are not connected by edges"
+        ConfigError, match=rf"found {SUMS[family]}.* in layer \d of \w+; patch whole activations instead"
     ) as caught:
         Layout.of(config)
     assert "\n" not in str(caught.value)

@@ -215,13 +215,13 @@ def test_no_path_is_no_number_and_names_stay_with_theirs(model):
         ({"receivers": ()}, StageError, "expected at least one receiver"),
         ({"receivers": ("a1.h9<q>",)}, ConfigError, "expected a receiver of this model, found 'a1.h9<q>'"),
         ({"receivers": ("a1.h0",)}, ConfigError, "did you mean 'a1.h0<"),
-        ({"receivers": ("logits+m1",)}, StageError, "expected the logits by themselves"),
-        ({"receivers": ("m1", "m1")}, StageError, "expected names that differ"),
+        ({"receivers": ("logits+m1",)}, StageError, "expected the logits as a receiver of their own"),
+        ({"receivers": ("m1", "m1")}, StageError, "found a repeated name"),
         ({"receivers": ("m1+m1",)}, StageError, "expected receivers that differ"),
         ({"receivers": ("m1",), "senders": ("a7.h0",)}, ConfigError, "expected a sender of this model"),
         ({"receivers": ("m1",), "senders": ("m1", "m2")}, StageError, "computed before a receiver"),
-        ({"receivers": ("m1",), "mlps": "frozen"}, StageError, "recomputed or held, found 'frozen'"),
-        ({"receivers": ("m1",), "position": 9}, PromptError, "expected a position in -9..8"),
+        ({"receivers": ("m1",), "mlps": "frozen"}, StageError, "'recomputed' or 'held', found 'frozen'"),
+        ({"receivers": ("m1",), "position": 9}, PromptError, "expected a position from -9 to 8"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(model, given, error, message):

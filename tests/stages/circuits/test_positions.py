@@ -202,17 +202,17 @@ def test_what_is_written_down_is_read_back():
     assert circuit.anywhere != circuit and circuit.digest != circuit.at(LENGTH).anywhere.digest
     assert len(~circuit) + len(circuit) == len(Circuit.whole(LAYOUT, LENGTH))
     for change, said in [
-        ({"positions": 0}, "at least one position"),
-        ({"positions": "4"}, "expected positions as int"),
-        ({"positions": 2}, "expected an edge at one of 2 positions"),
+        ({"positions": 0}, "positions of a circuit to be at least 1"),
+        ({"positions": "4"}, "the field positions of a circuit to be int"),
+        ({"positions": 2}, "at a position from 0 to 1"),
         ({"edges": ["input->a0.h0<q>"]}, "such as 'input->a0.h0<q>@0'"),
-        ({"edges": ["input->logits@0"]}, "expected an edge at one of 4 positions"),
+        ({"edges": ["input->logits@0"]}, "at a position from 0 to 3"),
     ]:
         with pytest.raises(ConfigError, match=said):
             Circuit.from_json(told | change)
-    with pytest.raises(ConfigError, match="circuits of equally many positions, found 4 and none"):
+    with pytest.raises(ConfigError, match="circuits with equally many positions, found 4 and none"):
         circuit | circuit.anywhere
-    with pytest.raises(ShapeError, match="or of each position"):
+    with pytest.raises(ShapeError, match="with a first axis of positions"):
         Circuit(LAYOUT, np.zeros((1, 1, 2, 3)))
 
 
@@ -246,7 +246,7 @@ def test_circuits_by_position_are_chosen_run_and_held_against_random_ones(model,
 def test_prompts_of_several_lengths_have_no_positions_in_common(model):
     mixed = (*draw_pairs(1, length=5), *draw_pairs(1, length=6))
     layout = Layout.of(model.config)
-    with pytest.raises(PromptError, match=r"one length, as positions are told apart, found lengths \[5, 6\]"):
+    with pytest.raises(PromptError, match=r"as edges are told apart by position, found lengths \[5, 6\]"):
         EdgeScores(pairs=mixed, by_position=True).check(model.config)
     with pytest.raises(PromptError, match=r"expected prompts of 4 tokens"):
         CircuitValues(pairs=mixed[:1], circuits=(Circuit.whole(layout, 4),)).check(model.config)

@@ -160,14 +160,14 @@ def test_where_fewer_have_a_path_places_stay_empty(model):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"strongest": 0}, StageError, "expected strongest of at least 1, found 0"),
-        ({"draws": -1}, StageError, "expected draws of at least 0, found -1"),
-        ({"back": -1}, StageError, "expected back of at least 0, found -1"),
-        ({"back": 21}, StageError, "expected back of at most 20"),
-        ({"back": 1, "receivers": ("a0.h1<q>",)}, StageError, "back of at most 0, .* found 1"),
+        ({"strongest": 0}, StageError, "the field strongest to be at least 1, found 0"),
+        ({"draws": -1}, StageError, "the field draws to be at least 0, found -1"),
+        ({"back": -1}, StageError, "the field back to be at least 0, found -1"),
+        ({"back": 21}, StageError, "the field back to be at most 20"),
+        ({"back": 1, "receivers": ("a0.h1<q>",)}, StageError, "back to be at most 0, .* found 1"),
         ({"receivers": ("a9.h0<q>",)}, ConfigError, "expected a receiver of this model"),
         ({"chosen_on": ()}, StageError, "expected at least one pair"),
-        ({"chosen_on": CHOSEN_ON[:1] * 2}, StageError, "found one of them twice"),
+        ({"chosen_on": CHOSEN_ON[:1] * 2}, StageError, "found one pair twice"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(model, given, error, message):

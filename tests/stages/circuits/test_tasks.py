@@ -162,8 +162,8 @@ def test_a_tokenizer_that_cannot_says_so_in_one_line(specimen, task, said):
 
 
 def test_more_pairs_than_there_are_is_said(specimen, words):
-    said = r"agreement: expected 600 pairs of equal length .*, found \d+ among \d+ tried with this tokenizer"
+    said = r"agreement: expected 600 prompt pairs of equal length .* found \d+ among \d+ that were tried"
     with pytest.raises(ConfigError, match=said):
         task_pairs(specimen, "agreement", 600)
-    with pytest.raises(ConfigError, match="at least one pair, found count=0"):
+    with pytest.raises(ConfigError, match="at least one prompt pair of the task, found count=0"):
         task_pairs(words, "ioi", 0)

@@ -91,9 +91,9 @@ def test_tokens_too_rare_leave_their_places_empty():
 
 def test_a_corpus_without_tokens_or_experts_is_refused():
     weights, ids = drawn(3)
-    with pytest.raises(PromptError, match="expected tokens that are not special"):
+    with pytest.raises(PromptError, match="expected tokens other than special tokens"):
         expert_use(weights, xr.full_like(ids, NO_TOKEN))
     place = int(np.flatnonzero(ids.values != NO_TOKEN)[0])
     weights[1, place] = 0
-    with pytest.raises(ShapeError, match=f"found none for token {place} of layer 8"):
+    with pytest.raises(ShapeError, match=f"found none for token {place} in layer 8"):
         expert_use(weights, ids)

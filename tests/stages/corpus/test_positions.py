@@ -134,7 +134,7 @@ def test_a_phrase_is_found_as_whole_words():
 @pytest.mark.parametrize(
     ("text", "phrase", "message"),
     [
-        ("the cat the", "the", "once, found it at characters 0, 8"),
+        ("the cat the", "the", "occurs at characters 0, 8"),
         ("The Eiffel Tower", "Eifel", "did you mean 'Eiffel'"),
         ("abc", "xyz", r"a phrase of the prompt 'abc', found 'xyz'$"),
         ("abc", "", "an empty one"),
@@ -159,7 +159,7 @@ def test_positions_are_named_by_number_by_end_or_by_phrase():
     assert "".join(TOKENIZER.decode_token(encoding.ids[i]) for i in tokens).strip() == "Eiffel Tower"
     assert position_of(encoding, "Eiffel Tower") == tokens[-1]
     for where in (last + 1, -last - 2):
-        with pytest.raises(PromptError, match=f"in 0..{last}"):
+        with pytest.raises(PromptError, match=f"from 0 to {last}"):
             position_of(encoding, where)
 
 
@@ -167,5 +167,5 @@ def test_where_two_prompts_first_differ():
     assert first_difference([1, 2, 3], [1, 5, 6]) == 1
     with pytest.raises(PromptError, match="found 2 and 3 tokens"):
         first_difference([1, 2], [1, 2, 3])
-    with pytest.raises(PromptError, match="the same one twice"):
+    with pytest.raises(PromptError, match="the same prompt twice"):
         first_difference([1, 2], [1, 2])

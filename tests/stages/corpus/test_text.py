@@ -48,7 +48,7 @@ def test_tokens_outside_the_text_have_no_count():
 
 
 def test_offsets_into_another_text_are_refused():
-    with pytest.raises(PromptError, match="byte offsets"):
+    with pytest.raises(PromptError, match="in characters, not bytes"):
         character_counts("ab", [3])
 
 

@@ -94,5 +94,5 @@ def test_segments_and_layers_add_up_to_the_whole(cuts: list[int], magnitude: flo
 def test_no_tokens_are_no_outliers_but_an_error():
     with pytest.raises(ShapeError, match="at least one token"):
         outlier_dimensions(dimension_sums(states(np.zeros((1, 0, 4)))))
-    with pytest.raises(ShapeError, match=r"expected states \[layer, token, hidden\]"):
+    with pytest.raises(ShapeError, match="expected states with the dimensions layer, token and hidden"):
         token_statistics(xr.DataArray(np.ones((2, 3)), dims=("token", "hidden")))

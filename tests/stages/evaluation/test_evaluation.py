@@ -231,9 +231,9 @@ def test_another_order_is_what_a_checkpoint_in_that_order_computes(tmp_path):
 
 
 def test_orders_that_make_no_sense_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"every layer 0\.\.5 once, found \(0, 0\)"):
+    with pytest.raises(ConfigError, match=r"every layer from 0 to 5 once, found \(0, 0\)"):
         asked(LayerOrders(prompts(5), ((0, 0),)), "specimen", tmp_path)
-    with pytest.raises(ConfigError, match="expected layer 0 first in rwkv7"):
+    with pytest.raises(ConfigError, match="expected orders that begin with layer 0 for rwkv7"):
         asked(LayerOrders(prompts(5), swaps(6, 100)), "specimen-rwkv", tmp_path)
     assert len(swaps(6, 100, first=1)) == 11
     assert len(swaps(30, 8, seed=1)) == 9 and swaps(30, 8, seed=1) != swaps(30, 8, seed=2)
@@ -257,21 +257,23 @@ def test_recall_is_what_is_said_behind_each_prompt(tmp_path):
 
 
 def test_what_cannot_be_measured_is_refused_in_a_line(tmp_path):
-    with pytest.raises(PromptError, match="found one of 1"):
+    with pytest.raises(PromptError, match="found a prompt of 1"):
         asked(CorpusLoss(prompts(5, 1)), "specimen", tmp_path)
     with pytest.raises(PromptError, match="found none"):
         asked(CorpusLoss(()), "specimen", tmp_path)
     with pytest.raises(PromptError, match="found 1 for 2"):
         asked(FactualRecall(prompts(5, 5), (3,)), "specimen", tmp_path)
-    with pytest.raises(ConfigError, match="one change of the model, found interventions and a dictionary"):
+    with pytest.raises(
+        ConfigError, match="one change of the model at a time, found interventions and a dictionary"
+    ):
         CorpusLoss(prompts(5), hooks=HookSpec(), dictionary="specimen/clt", features="x")
-    with pytest.raises(ConfigError, match="interventions alone, found captures"):
+    with pytest.raises(ConfigError, match="interventions only, found captures"):
         CorpusLoss(prompts(5), hooks=HookSpec().capture("hook_embed"))
-    with pytest.raises(ConfigError, match=r"a row per token .* found 'blocks.0.attn.hook_pattern'"):
+    with pytest.raises(ConfigError, match=r"with a position axis .* found 'blocks.0.attn.hook_pattern'"):
         Means(("blocks.0.attn.hook_pattern",), prompts(5))
-    with pytest.raises(ConfigError, match="more than 1 tokens to take means over, found none"):
+    with pytest.raises(ConfigError, match="more than 1 tokens for mean ablation, found none"):
         Means(("blocks.0.hook_mlp_out",), ())
-    with pytest.raises(ConfigError, match="expected a dictionary whose errors are turned, found none"):
+    with pytest.raises(ConfigError, match="expected a dictionary, as turned rotates its errors, found none"):
         CorpusLoss(prompts(5), turned=0)
     with pytest.raises(HookPointNotFound, match=r"blocks\.9\.hook_mlp_out"):
         asked(
@@ -288,7 +290,7 @@ def test_a_model_that_sees_what_it_should_predict_is_refused(tmp_path):
     orders = tuple(permutations(range(2)))
     for ask in (CorpusLoss(ids), LayerOrders(ids, orders), FactualRecall(ids, (3, 4))):
         with pytest.raises(
-            ConfigError, match="predicts the next token, found gpt2, whose positions see later"
+            ConfigError, match="predicts the next token, found gpt2, in which every position also"
         ):
             asked(ask, model, tmp_path / "store")
     with pytest.raises(ConfigError, match="predicts the next token, found gpt2"):

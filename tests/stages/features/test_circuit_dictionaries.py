@@ -80,7 +80,7 @@ def test_features_in_blocks_are_features_at_once(monkeypatch: pytest.MonkeyPatch
 
 def test_a_model_of_another_width_is_refused():
     dictionary, _, _ = opened("clt_p0")
-    with pytest.raises(mizarr.MizarrError, match=r"read 64 numbers at .*gemma2 has 48"):
+    with pytest.raises(mizarr.MizarrError, match=r"read states of width 64 at .*gemma2 has width 48"):
         dictionary.require_fit(model_of("gemma2").config, "gemma2")
 
 

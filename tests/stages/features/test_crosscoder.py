@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_told(tmp_path):
     )  # fmt: skip
     with pytest.raises(DictionaryError, match="expected states"):
         made.encode(torch.ones(4, 2, 3))
-    with pytest.raises(DictionaryError, match="expected a crosscoder in"):
+    with pytest.raises(DictionaryError, match="found that they cannot be read"):
         Crosscoder.load(tmp_path)
     assert isinstance(
         Crosscoder.load(replace(made, activation=TopK(1)).save(tmp_path / "k")).activation, TopK
@@ -195,5 +195,5 @@ def test_what_does_not_fit_is_told(tmp_path):
             for name, rows in (("n", narrow), ("w", wide))
         )
     )
-    with pytest.raises(ConfigError, match=r"expected places of one width, found \[3, 4\]"):
+    with pytest.raises(ConfigError, match=r"expected hook points of one width .*, found widths \[3, 4\]"):
         Training(replace(SETTINGS, batch=16), source, tmp_path / "t")

@@ -177,9 +177,9 @@ def test_files_changed_under_the_name_are_noticed(models, folders, store, tmp_pa
 
 def test_models_in_the_wrong_order_or_number_and_other_tokens_are_refused(models, folders, store):
     layers, both = map(Dictionary.from_pretrained, folders)
-    with pytest.raises(DictionaryError, match=r"in its order, .*base, .*tuned, found .*; swap them"):
+    with pytest.raises(DictionaryError, match=r"order of its training, .*base, .*tuned, found .*; swap"):
         encode_corpus(both, models[1], PROMPTS, store=store, against=models[0])
-    with pytest.raises(DictionaryError, match=r"expected 2 models .* name the second with against="):
+    with pytest.raises(DictionaryError, match=r"expected 2 models .* name the second model with against="):
         encode_corpus(both, models[0], PROMPTS, store=store)
     with pytest.raises(DictionaryError, match="expected 1 model "):
         encode_corpus(layers, models[0], PROMPTS, store=store, against=models[1])
@@ -195,9 +195,9 @@ def test_models_in_the_wrong_order_or_number_and_other_tokens_are_refused(models
 
 def test_whoever_reads_one_layer_is_refused_in_one_line(models, folders, store, tmp_path):
     dictionary = Dictionary.from_pretrained(folders[0])
-    with pytest.raises(DictionaryError, match="expected features that read one layer"):
+    with pytest.raises(DictionaryError, match="expected a dictionary whose features read one layer"):
         mizarr.HookSpec().capture(*HOOKS, reduce=dictionary)
-    with pytest.raises(DictionaryError, match="expected features that read one layer"):
+    with pytest.raises(DictionaryError, match="expected a dictionary whose features read one layer"):
         build("sae_features", dictionary=str(folders[0]), model=models[0].name)
     with pytest.raises(DictionaryError, match="expected transcoders"):
         mizarr.attribution_graph(models[0], dictionary, PROMPTS[0], store=store)
@@ -211,10 +211,16 @@ def test_whoever_reads_one_layer_is_refused_in_one_line(models, folders, store, 
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (lambda said, held: said.update(places=[]), "expected a list of places"),
+        (lambda said, held: said.update(places=[]), "expected a list of models and hook points"),
         (lambda said, held: said["places"][0].pop("scale"), "expected model, hook and scale"),
-        (lambda said, held: said["places"][0].update(hook="blocks.0.hook_mlp_out"), "one kind of hook point"),
-        (lambda said, held: said["places"][0].update(hook="blocks.1.hook_what"), "expected a hook point in"),
+        (
+            lambda said, held: said["places"][0].update(hook="blocks.0.hook_mlp_out"),
+            "hook points of one kind",
+        ),
+        (
+            lambda said, held: said["places"][0].update(hook="blocks.1.hook_what"),
+            "expected a known hook point in",
+        ),
         (lambda said, held: said["places"].pop(), "of shape"),
         (lambda said, held: held.pop("threshold"), "expected a tensor 'threshold'"),
         (lambda said, held: held.update({"encoder.bias": held["encoder.bias"][:-1]}), "of shape"),
@@ -282,7 +288,7 @@ def test_pages_tell_which_features_are_one_models_alone(pages, capsys):
     assert done.pages.read("data/00000.js")
     with pytest.raises(ConfigError, match="tokenizer"):
         build("feature_pages", **settings | {"against": "specimen-guided"})
-    with pytest.raises(DictionaryError, match="swap them"):
+    with pytest.raises(DictionaryError, match="swap the two models"):
         build("feature_pages", **settings | {"model": settings["against"], "against": "specimen"})
 
     assert cli(["features", "inspect", settings["dictionary"], "--values", "--json"]) == 0

@@ -109,12 +109,12 @@ def test_weights_may_be_rounded_on_the_way(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "what", "told"),
     [
-        ("saelens", "clt", "SAELens has no cross-layer transcoders; export to circuit_tracer"),
+        ("saelens", "clt", "SAELens has no cross-layer transcoders, .*; export to circuit_tracer"),
         ("saelens", "topk plt", "no architecture for TopK transcoders"),
-        ("sparsify", "standard", "TopK and group max only, found ReLU"),
-        ("circuit_tracer", "gated", "ReLU, JumpReLU and TopK only, found Gated"),
+        ("sparsify", "standard", "only TopK with ReLU and group-max activations, found ReLU in "),
+        ("circuit_tracer", "gated", "only ReLU, JumpReLU and TopK activations, found Gated in "),
         ("circuit_tracer", "normalised", r"every layer from 0 on, found layer 1"),
-        ("circuit-tracer", "clt", "nearest is 'circuit_tracer'"),
+        ("circuit-tracer", "clt", "did you mean 'circuit_tracer'"),
     ],
 )
 def test_what_a_format_cannot_say_is_refused_and_nothing_is_left(
@@ -128,5 +128,5 @@ def test_what_a_format_cannot_say_is_refused_and_nothing_is_left(
 
 def test_a_folder_in_use_is_left_alone(tmp_path: Path):
     dictionary = made(tmp_path / "in", "plt")
-    with pytest.raises(mizarr.MizarrError, match="found something at"):
+    with pytest.raises(mizarr.MizarrError, match="found files at"):
         export(dictionary, tmp_path / "in", "saelens")

@@ -171,7 +171,7 @@ def test_an_edited_dictionary_is_refused_at_every_door(edit, model, folder, stor
         "resource": edited.as_resource,
     }
     for door in doors.values():
-        with pytest.raises(SourceChanged, match=r"as they are in its files, found \S+ of layer 1 edited"):
+        with pytest.raises(SourceChanged, match=r"weights that its files hold, found \S+ of layer 1 edited"):
             door()
 
 

@@ -127,7 +127,9 @@ def test_what_is_finite_before_the_overflow_is_given(load, store):
 def test_a_store_too_narrow_for_what_is_computed_names_its_own_dtype(load, store):
     model = load()
     capture = partial(mizarr.capture, model, [IDS], LATE, store=store, progress=False)
-    with pytest.raises(NotFinite, match=r"'blocks.1.hook_resid_post'.*exceeds float16's largest") as error:
+    with pytest.raises(
+        NotFinite, match=r"'blocks.1.hook_resid_post'.*exceeds the largest float16 number"
+    ) as error:
         capture(storage_dtype="float16")
     for dtype in re.findall(r"storage_dtype='(\w+)'", str(error.value)):
         found = capture(storage_dtype=dtype)
@@ -146,7 +148,9 @@ def test_an_intervention_that_is_too_large_is_named(dtype, load, store):
         lambda: mizarr.generate(model, IDS, hooks, max_tokens=1),
         lambda: mizarr.capture(model, [IDS], hooks, store=store, progress=False),
     ):
-        with pytest.raises(NotFinite, match=r"begin at 'blocks\.0\.hook_mlp_out'.*it is an intervention"):
+        with pytest.raises(
+            NotFinite, match=r"first at 'blocks\.0\.hook_mlp_out'.*an intervention causes this"
+        ):
             door()
     assert not list(store.records())
 

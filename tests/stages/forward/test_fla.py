@@ -145,26 +145,26 @@ def test_layers_that_attend_are_those_the_config_lists():
     [
         ("gla", {"hidden_act": "gelu"}, r"expected hidden_act 'silu' .*found 'gelu'"),
         ("gla", {"num_heads": 3}, r"num_heads to divide 1024 channels of expand_k, found 3"),
-        ("gla", {"num_kv_heads": 3}, r"a number of heads that 3 groups divide, found 4"),
+        ("gla", {"num_kv_heads": 3}, r"multiple of num_kv_heads \(3\), found 4"),
         ("gla", {"feature_map": "hedgehog"}, r"expected an activation among .*found 'hedgehog'"),
         ("retnet", {"attnres_block_size": 4}, r"expected no attnres_block_size, found 4"),
         ("delta_net", {"qk_norm": "sum"}, r"expected qk_norm 'l2', found 'sum'"),
         ("delta_net", {"qk_activation": "elu"}, r"expected qk_activation 'silu', found 'elu'"),
-        ("delta_net", {"use_beta": False}, r"expected use_beta, found none"),
-        ("gated_deltanet", {"num_v_heads": 7}, r"a number of heads that 6 groups divide, found 7"),
+        ("delta_net", {"use_beta": False}, r"expected use_beta to be true, found false"),
+        ("gated_deltanet", {"num_v_heads": 7}, r"found 7 heads and 6 groups"),
         (
             "gated_deltanet",
             {"attn": {"layers": [21], "num_heads": 2}},
-            r"attn to list layers among 21, found",
+            r"layer numbers below 21, found",
         ),
-        ("gated_deltanet", {"attn": {"num_heads": 2}}, r"attn to list layers among 21, found"),
+        ("gated_deltanet", {"attn": {"num_heads": 2}}, r"layer numbers below 21, found"),
         ("gated_deltanet", {"attn": {"layers": [0]}}, r"attn: expected num_heads to be a positive integer"),
         (
             "gla",
             {"attn": {"layers": [0], "num_heads": 3}},
-            r"attn: expected num_heads to divide 2048, found 3",
+            r"attn: expected num_heads to divide hidden_size \(2048\), found 3",
         ),
-        ("gated_deltanet", {"quantization_config": {}}, r"expected weights as plain numbers"),
+        ("gated_deltanet", {"quantization_config": {}}, r"expected unquantised weights"),
     ],
 )
 def test_what_is_not_followed_is_one_line(family, changes, message):

@@ -214,7 +214,10 @@ def test_heads_that_are_wider_in_some_layers_are_met_as_they_are(tmp_path):
     model.forward([3, 4], fits)
     with pytest.raises(InterventionError, match="d_head=16"):
         model.forward([3, 4], misses)
-    with pytest.raises(ConfigError, match="expected d_head to be of one size in all layers, found 8 and 16"):
+    with pytest.raises(
+        ConfigError,
+        match="the axis .d_head. to have one size in all layers of the model, found the sizes 8 and 16",
+    ):
         model.config.width("z")
 
 
@@ -227,7 +230,10 @@ def test_what_is_wider_in_some_layers_is_kept_in_no_store(tmp_path):
     )
     assert held["resid_post"].shape == (4, 2, draw("gemma4_text", 3)["hidden_size"])
     hooks = HookSpec().capture("blocks.1.attn.hook_z")
-    with pytest.raises(ConfigError, match="expected d_head to be of one size in all layers, found 8 and 16"):
+    with pytest.raises(
+        ConfigError,
+        match="the axis .d_head. to have one size in all layers of the model, found the sizes 8 and 16",
+    ):
         mizarr.capture(tmp_path / "m", [[3, 4]], hooks, store=store, progress=False)
 
 
@@ -278,25 +284,33 @@ def test_two_ropes_are_read_as_older_configs_write_them():
 @pytest.mark.parametrize(
     ("family", "told", "message"),
     [
-        ("gemma3n_text", {"altup_active_idx": 9}, r"active stream to be one of \d, counted from 0, found 9"),
-        ("gemma3n_text", {"activation_sparsity_pattern": [0.5]}, "or one for each of . layers, found"),
-        ("gemma3n_text", {"activation_sparsity_pattern": 1.0}, "shares from 0 to below 1, found"),
-        ("gemma3n_text", {"intermediate_size": [8]}, "intermediate_size to be a number, or one for each"),
-        ("gemma3n_text", {"num_kv_shared_layers": 9}, "a layer of each type before the last 9, .* found no"),
-        ("gemma4_text", {"use_bidirectional_attention": "all"}, r"images alone \('vision'\), found 'all'"),
-        ("gemma4_text", {"vocab_size_per_layer_input": 7}, "for all 320 tokens, found vocab_size_per_layer"),
+        ("gemma3n_text", {"altup_active_idx": 9}, r"active stream to be 0 to \d, found 9"),
+        (
+            "gemma3n_text",
+            {"activation_sparsity_pattern": [0.5]},
+            "a list with a number for each of . layers, found",
+        ),
+        ("gemma3n_text", {"activation_sparsity_pattern": 1.0}, "numbers from 0 to below 1, found"),
+        ("gemma3n_text", {"intermediate_size": [8]}, "intermediate_size to be a number, or a list"),
+        ("gemma3n_text", {"num_kv_shared_layers": 9}, "a layer of each type before the last 9 layers, .* found no"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, r"image tokens only\), found 'all'"),
+        (
+            "gemma4_text",
+            {"vocab_size_per_layer_input": 7},
+            r"vocab_size_per_layer_input to be at least vocab_size \(320\), found 7",
+        ),
         ("gemma4_text", {"per_layer_config": {"0": {"skip": ["mlp"]}}}, "found '0': .*'skip'"),
         (
             "gemma4_text",
             {"per_layer_config": {"0": {"head_dim": 24}}, "layer_types": [SLIDING, SLIDING, FULL]},
-            "heads of one width and number in all sliding_attention layers",
+            "same head_dim and num_key_value_heads in all sliding_attention layers",
         ),
         (
             "gemma4_text",
             {"rope_parameters": {FULL: {"rope_type": "yarn", "factor": 2.0, "truncate": False}}},
             "expected no truncate=False",
         ),
-        ("gemma4_text", {"layer_types": ["full_attention"]}, "one layer_types entry per layer"),
+        ("gemma4_text", {"layer_types": ["full_attention"]}, "layer_types to have one entry for each of"),
         ("gemma4_text", {"hidden_activation": "xielu"}, "expected an activation among"),
     ],
 )

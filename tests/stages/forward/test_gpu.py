@@ -248,7 +248,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_the_rest_as_before(
     store = mizarr.open_store(tmp_path / "b")
     found = mizarr.capture(model, prompts, hooks, store=store, segment_tokens=1 << 14, batch_tokens=1 << 14)
     assert_near(found["resid_post"].values, expected["resid_post"].values)
-    assert "out of memory at" in capfd.readouterr().err
+    assert "out of memory with" in capfd.readouterr().err
     (note,) = [note for note in store.provenance(next(store.records())) if "batch_tokens_lowered_to" in note]
     assert note["batch_tokens_lowered_to"] < 1 << 14
 

@@ -89,7 +89,7 @@ def test_logits_streams_states_and_convolved_rows_of_the_stored_reference(name):
 def convolved(model: Model, cache: Any, layer: int, size: int) -> np.ndarray:
     """What enters a layer's convolution at the last tokens, zeros before the first: [channel, size]."""
     (mixer,) = model.network.weights.layers[layer].mixers
-    shape = mixer.shape
+    shape = mixer.spec
     normed = cache[HookPoint.ln1_normalized(layer)][0] * model.network.norm_gain("ln1", layer, torch.float32)
     first = 0 if shape.kind == "mamba" else shape.channels
     width = model.config.axis_sizes["ssm_channel"]
@@ -162,9 +162,12 @@ def test_points_are_in_the_layers_that_have_them_and_others_are_told(tmp_path):
     expected = {"q": [1], "ssm_x": [0, 3], "mlp_post_act": [2], "resid_mid": [], "resid_post": [0, 1, 2, 3]}
     assert layers == expected
     for name, told in (
-        ("blocks.3.attn.hook_q", "layer 3 of .* has a state-space mixer, .*; this one is in layer 1"),
-        ("blocks.1.ssm.hook_dt", "layer 1 of .* has attention, .*; this one is in layers 0, 3"),
-        ("blocks.2.attn.hook_z", "layer 2 of .* has no mixer, .*; this one is in layer 1"),
+        (
+            "blocks.3.attn.hook_q",
+            "layer 3 of .* has a state-space mixer, .*; this hook point exists in layer 1",
+        ),
+        ("blocks.1.ssm.hook_dt", "layer 1 of .* has attention, .*; this hook point exists in layers 0, 3"),
+        ("blocks.2.attn.hook_z", "layer 2 of .* has no mixer, .*; this hook point exists in layer 1"),
         ("blocks.4.attn.hook_q", "has layers 0 to 3, found .*; the last one is 'blocks.1.attn.hook_q'"),
     ):
         with pytest.raises(HookPointNotFound, match=told):
@@ -226,9 +229,11 @@ def test_who_asks_for_heads_of_attention_where_none_is_gets_one_line(tmp_path):
     save_random_hybrid(tmp_path / "mamba", "mamba", 0)
     save_random_hybrid(tmp_path / "bamba", "bamba", 0)
     model = Model.from_pretrained(tmp_path / "mamba")
-    with pytest.raises(ConfigError, match=r"an axis 'head', found one with hidden, ssm_head, .* all attend"):
+    with pytest.raises(
+        ConfigError, match=r"an axis 'head', found one with the axes hidden, ssm_head, .* all have attention"
+    ):
         model.config.axis_sizes["head"]
-    with pytest.raises(ConfigError, match="expected attention in layer 0 of mamba, found none"):
+    with pytest.raises(ConfigError, match="expected layer 0 of mamba to have self-attention, found none"):
         model.network.output_matrix(0)
     files = resolve(tmp_path / "bamba")
     with pytest.raises(ConfigError, match=r"attention in every layer of a 'bamba' model, found it in . of 3"):
@@ -275,7 +280,7 @@ def test_writes_are_knocked_out_in_the_layers_that_have_a_state(tmp_path):
     assert [layer for point, _ in scaled.bind(model.hook_points).interventions if (layer := point.layer)] == [
         3
     ]
-    with pytest.raises(InterventionError, match=r"found layer 1 of nemotron_h, .* that have one are 0, 3"):
+    with pytest.raises(InterventionError, match=r"found layer 1 of nemotron_h, .*; choose among 0, 3"):
         StateKnockoutSpec().position(0).layer(1).hooks(model.config, 9)
     with pytest.raises(InterventionError, match=r"expected heads in 0\.\.3, found 4"):
         StateKnockoutSpec().position(0).head(4).hooks(model.config, 9)

@@ -312,7 +312,7 @@ def test_what_was_not_captured_is_named_with_the_nearest(model, ids):
     cache = model.forward(ids, HookSpec().capture(HookPoint.resid_post(0)))
     with pytest.raises(HookPointNotFound, match=r"nearest is 'blocks.0.hook_resid_post'"):
         cache["blocks.1.hook_resid_post"]
-    with pytest.raises(HookPointNotFound, match="computed none"):
+    with pytest.raises(HookPointNotFound, match="found one with want=None"):
         _ = model.forward(ids, want=None).logits
 
 

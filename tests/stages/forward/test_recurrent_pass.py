@@ -307,7 +307,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"depth": 0}, ConfigError, "depth of at least 1, found 0"),
     ({"loop_start": 1, "loop_end": 0}, ConfigError, "loop_start <= loop_end, found layers 1 to 0"),
     ({"loop_start": -1}, ConfigError, "found layers -1 to 1"),
-    ({"loop_end": 99}, ConfigError, r"layers in 0\.\.\d, found 0 to 99"),
+    ({"loop_end": 99}, ConfigError, r"layers within 0\.\.\d, found layers 0 to 99"),
     ({"feedback": [(LENGTH, np.ones(4), 1.0)]}, InterventionError, r"in 0\.\.8 .*, found 9"),
     ({"feedback": [(-LENGTH - 1, np.ones(4), 1.0)]}, InterventionError, "found -10"),
     ({"feedback": [(0, np.ones(3), 1.0)]}, InterventionError, r"vector of length \d+ .*, found shape \[3\]"),
@@ -316,7 +316,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"feedback": [(0, [float("nan")], 1.0)]}, InterventionError, "finite numbers"),
     ({"feedback": [(0, np.ones(4, int), 1.0)]}, InterventionError, "floating-point"),
     ({"feedback": [(0, np.ones(4), float("inf"))]}, InterventionError, "finite number, found inf"),
-    ({"sustained": True}, ConfigError, "feedback to sustain, found none"),
+    ({"sustained": True}, ConfigError, "feedback vectors for sustained=True, found none"),
 ]
 
 

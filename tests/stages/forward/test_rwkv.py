@@ -267,7 +267,7 @@ def test_attention_points_and_edges_are_not_there(models):
 def test_states_are_not_asked_of_a_transformer():
     model = Model.from_pretrained("specimen")
     for spec in (StateKnockoutSpec(), StateSteeringSpec.scale(2.0)):
-        with pytest.raises(InterventionError, match="expected a model whose tokens write to a state"):
+        with pytest.raises(InterventionError, match="expected a model with a recurrent state"):
             spec.position(0).hooks(model.config, 5)
 
 
@@ -291,13 +291,13 @@ def test_writes_that_are_not_there_are_refused(models, spec, told):
     ("generation", "change", "told"),
     [
         ("rwkv7", {"num_heads": 5}, r"expected num_heads \* head_dim to be hidden_size"),
-        ("rwkv7", {"head_dim": 7}, "expected a head size that divides"),
-        ("rwkv7", {"attn": {"layers": [1]}}, "expected no attention layers"),
-        ("rwkv7", {"hidden_act": "relu"}, "expected hidden_act 'sqrelu'"),
+        ("rwkv7", {"head_dim": 7}, "expected the head size to divide"),
+        ("rwkv7", {"attn": {"layers": [1]}}, "expected an RWKV-7 without attention layers"),
+        ("rwkv7", {"hidden_act": "relu"}, "hidden_act of an RWKV-7 to be .sqrelu."),
         ("rwkv7", {"value_dim": [8, 16]}, "expected value_dim to be hidden_size"),
-        ("rwkv7", {"model_type": "rwkv6", "num_attention_heads": 4}, "expected the tensors of an RWKV-6"),
-        ("rwkv6", {"model_type": "rwkv7"}, "expected the tensors of an RWKV-7"),
-        ("rwkv6", {"head_size": 5}, "expected a head size that divides"),
+        ("rwkv7", {"model_type": "rwkv6", "num_attention_heads": 4}, "expected a checkpoint of RWKV-6"),
+        ("rwkv6", {"model_type": "rwkv7"}, "expected a checkpoint of RWKV-7"),
+        ("rwkv6", {"head_size": 5}, "expected the head size to divide"),
         ("rwkv6", {"attention_hidden_size": 8}, "expected attention_hidden_size to be hidden_size"),
         ("rwkv5", {"hidden_size": "wide"}, "expected hidden_size to be a positive integer"),
         ("rwkv", {"quantization_config": {"bits": 4}}, "expected quant_method to be one of gptq"),
@@ -346,9 +346,13 @@ def test_every_field_of_the_config_is_in_the_key(tmp_path):
 
 def test_the_two_halves_of_a_layer_stand_together(models):
     block = models("rwkv6").config.blocks[0]
-    with pytest.raises(ConfigError, match="a time mix in just the layers with a token-shifted"):
+    with pytest.raises(
+        ConfigError, match="a time mix and a token-shifted channel mixer, found a layer with only"
+    ):
         replace(block, channel_mixer=MlpSpec(40, "relu2", is_gated=False))
-    with pytest.raises(ConfigError, match="a time mix in just the layers with a token-shifted"):
+    with pytest.raises(
+        ConfigError, match="a time mix and a token-shifted channel mixer, found a layer with only"
+    ):
         replace(block, mixers=(AttentionSpec(4, 4, 6),))
 
 

@@ -189,5 +189,5 @@ def test_too_few_counts_and_misfitting_labels_are_refused():
     sums = count_sums(states(np.eye(3)), labels([1, 2, 3]), max_count=5)
     with pytest.raises(ShapeError, match="more than 6 character counts"):
         count_geometry(sums)
-    with pytest.raises(ShapeError, match="one label per token"):
+    with pytest.raises(ShapeError, match="a count or prompt for each of the 3 tokens"):
         count_sums(states(np.eye(3)), labels([1, 2]), max_count=5)

@@ -85,10 +85,12 @@ def test_a_side_without_tokens_and_equal_means_have_no_direction():
 
 
 def test_labels_and_contrasts_of_something_else_are_refused():
-    with pytest.raises(ShapeError, match="one side per token"):
+    with pytest.raises(ShapeError, match="a side for each of the"):
         side_sums(HAND, sides(1, -1))
     with pytest.raises(ShapeError, match="left out\\), found 2"):
         side_sums(HAND, sides(1, 1, 2, 0))
     found = contrastive_direction(side_sums(HAND, LABELS))
-    with pytest.raises(ShapeError, match=r"states of layers \[0\], 2 wide, found layers \[3\], 2 wide"):
+    with pytest.raises(
+        ShapeError, match=r"layers \[0\] of width 2, found states of layers \[3\] and width 2"
+    ):
         projection_scores(states(HAND.values, layers=[3]), found)

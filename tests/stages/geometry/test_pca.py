@@ -163,9 +163,9 @@ def test_dask_backed_states_give_the_same_moments(cloud: xr.DataArray):
 
 
 def test_more_components_than_dimensions_is_refused(cloud: xr.DataArray):
-    with pytest.raises(ShapeError, match="hidden \\(24\\)"):
+    with pytest.raises(ShapeError, match="n_components <= 24"):
         principal_components(moments(cloud), n_components=20, n_omit=5)
-    with pytest.raises(ShapeError, match="at least one row"):
+    with pytest.raises(ShapeError, match="at least one state"):
         moments(cloud.isel(token=slice(0, 0)))
-    with pytest.raises(ShapeError, match="'hidden' dim"):
+    with pytest.raises(ShapeError, match="a dim named 'hidden'"):
         moments(states([[1.0]], ("token", "width")))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from mizarr.stages.geometry.probe import PENALTIES, _interval, _score, _Settings, probe
+from mizarr.stages.geometry.probe import PENALTIES, _bootstrap_interval, _score, _Settings, probe
 from mizarr.store.errors import ConfigError, MissingExtra, PromptError, ShapeError
 
 PROMPTS, LENGTH, HIDDEN = 24, 25, 6
@@ -137,11 +137,11 @@ def test_scores_of_summed_columns_are_those_on_paper():
 def test_the_interval_holds_the_score_and_is_empty_where_prompts_agree():
     settings = _Settings("label", 0.25, (1.0,), 500, 0)
     same = np.array([[3.0, 4.0]] * 10)
-    assert _interval(same, settings) == (0.75, 0.75)
-    low, high = _interval(np.array([[4.0, 4.0], [2.0, 4.0]] * 5), settings)
+    assert _bootstrap_interval(same, settings) == (0.75, 0.75)
+    low, high = _bootstrap_interval(np.array([[4.0, 4.0], [2.0, 4.0]] * 5), settings)
     assert 0.5 < low < 0.75 < high < 1
     # 20 prompts of accuracy 1 or 0.5: standard error 0.25 / sqrt(20)
-    low, high = _interval(np.array([[4.0, 4.0], [2.0, 4.0]] * 10), settings)
+    low, high = _bootstrap_interval(np.array([[4.0, 4.0], [2.0, 4.0]] * 10), settings)
     assert high - low == pytest.approx(2 * 1.96 * 0.25 / np.sqrt(20), rel=0.25)
 
 
@@ -153,19 +153,19 @@ def test_intervals_hold_the_scores(states, prompt):
 
 def test_what_cannot_be_probed_is_an_error(states, prompt):
     target = column(np.arange(PROMPTS * LENGTH) % 2)
-    with pytest.raises(PromptError, match=r"at least 3 prompts, .*found 1"):
+    with pytest.raises(PromptError, match=r"at least 3 prompts, .*found them in 1"):
         probe(states, target, prompt * 0, kind="label")
-    with pytest.raises(PromptError, match="one in all 600 examples"):
+    with pytest.raises(PromptError, match="same label in all 600 examples"):
         probe(states, target * 0, prompt, kind="label")
     lonely = target.where(prompt == 0, 0)
     with pytest.raises(PromptError, match="another seed"):
         _ = [probe(states, lonely, prompt, kind="label", seed=seed, resamples=1) for seed in range(20)]
-    with pytest.raises(ShapeError, match="one target and prompt per token"):
+    with pytest.raises(ShapeError, match="a target and a prompt for each of the"):
         probe(states, target[:5], prompt, kind="label")
     for given, message in (
-        ({"kind": "labels"}, "'label' or 'number', found 'labels'"),
-        ({"kind": "label", "test_share": 1.0}, "test_share between 0 and 1"),
-        ({"kind": "label", "penalties": (0.0,)}, "penalties above 0"),
+        ({"kind": "labels"}, "'label' or 'number' as the kind of a probe, found 'labels'"),
+        ({"kind": "label", "test_share": 1.0}, "test_share of a probe between 0 and 1"),
+        ({"kind": "label", "penalties": (0.0,)}, "penalties of a probe above 0"),
     ):
         with pytest.raises(ConfigError, match=message):
             probe(states, target, prompt, **given)

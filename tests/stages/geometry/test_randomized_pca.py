@@ -93,11 +93,11 @@ def test_layers_bfloat16_and_dask_are_as_for_eigh():
 
 
 def test_unknown_solvers_and_too_many_components_are_refused():
-    with pytest.raises(ShapeError, match="among auto, eigh, randomized, found 'svd'"):
+    with pytest.raises(ShapeError, match="one of auto, eigh, randomized as the solver"):
         pca(cloud(1.0), n_components=1, solver="svd")
-    with pytest.raises(ShapeError, match="hidden \\(96\\)"):
+    with pytest.raises(ShapeError, match="n_components <= 96"):
         pca(cloud(1.0), n_components=97, solver="randomized")
-    with pytest.raises(ShapeError, match="at least one row"):
+    with pytest.raises(ShapeError, match="at least one state"):
         pca(cloud(1.0).isel(token=slice(0, 0)), n_components=1, solver="randomized")
 
 

@@ -182,7 +182,8 @@ def test_an_edge_is_what_a_source_adds(family: str, kind: str, models, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("family", "told"), [("cohere", "an MLP beside it"), ("olmo2", "norms after"), ("jamba", "recurrence")]
+    ("family", "told"),
+    [("cohere", "an MLP parallel to attention"), ("olmo2", "norms 'after'"), ("jamba", "recurrence")],
 )
 def test_layers_that_graphs_do_not_follow_are_told(family: str, told: str, tmp_path: Path, models):
     dictionary = mizarr.Dictionary.from_pretrained(

@@ -72,14 +72,14 @@ def test_a_file_with_another_class_is_refused(tmp_path: Path):
             return print, ("executed",)
 
     torch.save({"adjacency_matrix": Evil()}, tmp_path / "graph.pt", pickle_module=pickle)
-    with pytest.raises(StageError, match="does more"):
+    with pytest.raises(StageError, match="would run other code"):
         AttributionGraph.from_pt(tmp_path / "graph.pt")
 
 
 @pytest.mark.parametrize("content", [{"adjacency_matrix": torch.zeros(3, 3)}, [1, 2]])
 def test_a_file_that_is_no_graph_is_refused(tmp_path: Path, content):
     torch.save(content, tmp_path / "graph.pt")
-    with pytest.raises(StageError, match="expected a graph of circuit-tracer"):
+    with pytest.raises(StageError, match="expected a graph saved by circuit-tracer"):
         AttributionGraph.from_pt(tmp_path / "graph.pt")
     with pytest.raises(StageError, match="found no file"):
         AttributionGraph.from_pt(tmp_path / "none.pt")
@@ -89,7 +89,7 @@ def test_a_file_that_is_no_graph_is_refused(tmp_path: Path, content):
 
 
 @pytest.mark.parametrize("case", ["clt_p1", "plt_p1"])
-@pytest.mark.filterwarnings("ignore:.* names stand for two nodes")
+@pytest.mark.filterwarnings("ignore:.* stand for two nodes")
 def test_the_viewers_file_is_the_same_field_by_field(case: str, tmp_path: Path):
     expected = json.loads((CIRCUITS / "cases" / case / "graph_files" / f"ref-{case}.json").read_text())
     path = graph_of(case).prune().to_viewer(tmp_path, f"ref-{case}")
@@ -107,7 +107,7 @@ def test_the_viewers_file_is_the_same_field_by_field(case: str, tmp_path: Path):
     assert listed["graphs"] == [expected["metadata"]]
 
 
-@pytest.mark.filterwarnings("ignore:.* names stand for two nodes")
+@pytest.mark.filterwarnings("ignore:.* stand for two nodes")
 def test_a_graph_written_again_moves_to_the_end_of_the_list(tmp_path: Path):
     kept = graph_of("plt_p1").prune()
     for slug in ("a", "b", "a"):
@@ -125,7 +125,7 @@ def test_names_that_stand_for_two_nodes_are_told(tmp_path: Path):
     labels = kept.nodes
     features = labels.where(labels["kind"] == "feature", drop=True)
     assert ((features["layer"] == 0) & (features["feature"] < 4)).any()  # or there is nothing to warn of
-    with pytest.warns(UserWarning, match="names stand for two nodes"):
+    with pytest.warns(UserWarning, match="ids of the viewer's file stand for two nodes"):
         kept.to_viewer(tmp_path, "graph")
 
 
@@ -135,7 +135,7 @@ def test_a_slug_that_is_no_file_name_is_refused(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.filterwarnings("ignore:.* names stand for two nodes")
+@pytest.mark.filterwarnings("ignore:.* stand for two nodes")
 def test_the_viewers_file_is_read_back(tmp_path: Path):
     kept = graph_of("gemma2_p1").prune()
     path = kept.to_viewer(tmp_path, "graph")
@@ -150,7 +150,7 @@ def test_the_viewers_file_is_read_back(tmp_path: Path):
     assert nodes.attrs["metadata"]["slug"] == "graph"
 
 
-@pytest.mark.filterwarnings("ignore:.* names stand for two nodes")
+@pytest.mark.filterwarnings("ignore:.* stand for two nodes")
 def test_a_viewers_file_that_makes_no_sense_is_refused(tmp_path: Path):
     path = graph_of("clt_p1").prune().to_viewer(tmp_path, "graph")
     found = json.loads(path.read_text())

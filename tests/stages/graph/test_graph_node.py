@@ -231,7 +231,7 @@ REFUSED: list[tuple[dict[str, Any], type[MizarrError], str]] = [
     ({"prompt": [[0, 1], [0, 2]]}, PromptError, "one prompt"),
     ({"prompt": [0, 400]}, PromptError, "0..319"),
     ({"targets": [400]}, PromptError, "0..319"),
-    ({"targets": []}, PromptError, "at least one target"),
+    ({"targets": []}, PromptError, "at least one entry in targets"),
     ({"targets": ["The capital"]}, TokenizerError, "one token"),
     ({"targets": [("a", 1.0, np.ones(3))]}, ShapeError, "finite numbers"),
     ({"targets": [{"a": 1}]}, PromptError, "triples"),
@@ -257,11 +257,11 @@ def test_dictionaries_that_do_not_fit_are_refused(model, clt, store, tmp_path):
         attribution_graph(str(other), clt, PROMPT, store=store)
     folder = save_random_transcoders(tmp_path / "plt", model, "plt-jumprelu")
     (folder / f"layer_{model.config.num_layers - 1}.safetensors").unlink()
-    with pytest.raises(DictionaryError, match="expected features of all"):
+    with pytest.raises(DictionaryError, match="expected transcoders"):
         attribution_graph(model, folder, PROMPT, store=store)
     config = (folder / "config.yaml").read_text().replace("ln2.hook_normalized", "hook_resid_post")
     (folder / "config.yaml").write_text(config)
-    with pytest.raises(DictionaryError, match="replaces MLPs"):
+    with pytest.raises(DictionaryError, match="expected transcoders for an attribution graph"):
         attribution_graph(model, folder, PROMPT, store=store)
     assert not list(store.records())
 

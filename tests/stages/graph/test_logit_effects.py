@@ -60,7 +60,7 @@ def test_other_files_and_another_models_readout_are_refused(clt):
     with pytest.raises(ShapeError, match=f"width {clt.d_out}"):
         logit_effects(*nodes((0, 1, 0)), table, dictionary=clt)
     other = replace(clt.as_resource(), features="of another file")
-    with pytest.raises(SourceChanged, match="replaced or edited meanwhile"), other.open():
+    with pytest.raises(SourceChanged, match="files were changed after it was opened"), other.open():
         raise AssertionError("never reached")
 
 

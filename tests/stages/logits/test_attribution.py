@@ -123,12 +123,12 @@ def test_layers_that_differ_or_states_of_another_width_are_refused(parts: dict[s
     ids = xr.DataArray(np.zeros(TOKENS, int), dims="token")
     scale = xr.DataArray(np.ones(TOKENS), dims="token")
     told = {"scale": scale, "targets": ids, "against": ids, "readout": head("rms")}
-    with pytest.raises(ShapeError, match=r"mizarr capture --hook"):
+    with pytest.raises(ShapeError, match=r"mizarr capture MODEL PROMPTS --hooks"):
         component_attribution(parts["embed"], parts["attn_out"][1:], **told, mlp_out=parts["mlp_out"][1:])
     narrow = {name: part.isel(hidden=slice(4)) for name, part in parts.items()}
     with pytest.raises(ShapeError, match="same model"):
         component_attribution(**narrow, **told)
-    with pytest.raises(ShapeError, match="from -1 to 10"):
+    with pytest.raises(ShapeError, match=r"from -1 \(none\) to 10"):
         component_attribution(**parts, **told | {"targets": ids + VOCAB})
 
 

@@ -161,7 +161,7 @@ def test_probabilities_and_tokens_print_on_one_line():
 def test_states_of_another_width_and_targets_outside_the_vocabulary_are_refused():
     with pytest.raises(ShapeError, match="same model"):
         logit_lens(stream([[[1, 2]]]), None, readout(np.eye(3)))
-    with pytest.raises(ShapeError, match="target ids"):
+    with pytest.raises(ShapeError, match="target token ids"):
         logit_lens(stream([[[1, 2]]]), xr.DataArray([2], dims="token"), readout(np.eye(2)))
     with pytest.raises(ShapeError, match="single layer"):
         logit_lens(stream([[[1, 2]]])[0], None, readout(np.eye(2)))

@@ -95,7 +95,12 @@ def test_directions_are_rows_of_the_unembedding(both):
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
-    [(" of times", "a text of one token"), ("", "with 0"), (-1, "found -1"), ([3, 10**6], "found 1000000")],
+    [
+        (" of times", "a text of one token"),
+        ("", "which has 0"),
+        (-1, "found -1"),
+        ([3, 10**6], "found 1000000"),
+    ],
 )
 def test_what_is_not_one_token_is_refused(both, tokens, message):
     with pytest.raises(PromptError, match=message) as caught:

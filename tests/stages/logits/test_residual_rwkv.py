@@ -53,7 +53,7 @@ def test_the_embedding_itself_is_no_part_of_it(states):
 
 def test_a_beginning_of_several_layers_is_refused(states):
     held, _ = states
-    with pytest.raises(ShapeError, match=r"in one layer, found [23] layers of resid_post"):
+    with pytest.raises(ShapeError, match=r"in a single layer, found [23] layers of resid_post"):
         decompose_resid(held["resid_post"], held["attn_out"], held["mlp_out"])
 
 

@@ -191,7 +191,7 @@ def test_runs_of_unlike_models_are_not_read_end_to_end(tmp_path):
         StoredActivations(write_rows(tmp_path / name, numbers(16), [[1] * 16], model=name))
         for name in ("one", "other")
     ]
-    with pytest.raises(ConfigError, match="expected runs of one model"):
+    with pytest.raises(ConfigError, match="the same model and the same interventions"):
         EndToEnd(tuple(runs))
 
 
@@ -247,7 +247,7 @@ def test_a_number_that_is_not_finite_is_told_with_its_place(tmp_path, dtype):
 
 
 def test_fewer_rows_than_a_batch_are_refused(numbered):
-    with pytest.raises(ConfigError, match="one batch of 2000 tokens to train on, found 1008"):
+    with pytest.raises(ConfigError, match="one batch of 2000 tokens, found 1008"):
         batches(numbered, batch=2000)
 
 

@@ -79,7 +79,7 @@ def test_prompts_and_layers_selected_before_are_what_is_read(entry):
     assert batches[0]["resid_post"].shape[1:] == (1, 6)
     with pytest.raises(ShapeError, match="whole prompts"):
         mizarr.ActivationLoader(entry.open().mi.sel(position=[0]), batch=1)
-    with pytest.raises(ShapeError, match="expected whole prompts"):
+    with pytest.raises(ShapeError, match="expected a dataset of whole prompts"):
         mizarr.ActivationLoader(entry.open().isel(token=slice(0, 500)), batch=1)
 
 
@@ -109,7 +109,7 @@ def test_a_place_in_other_rows_is_refused(tmp_path, entry):
     state = mizarr.ActivationLoader(entry.open(), **SMALL).state_dict()
     other = random_run(tmp_path / "other", 1).open()
     for states, changed in ((other, {}), (entry.open(), {"seed": 1}), (entry.open(), {"without": [2]})):
-        with pytest.raises(ConfigError, match="expected a place in these rows"):
+        with pytest.raises(ConfigError, match="belongs to a loader of other activations"):
             mizarr.ActivationLoader(states, **SMALL, **changed).load_state_dict(state)
 
 
@@ -241,12 +241,12 @@ def test_statistics_join_exactly_over_any_cuts(tmp_path):
     ("changed", "error", "said"),
     [
         ({"batch": 0}, ConfigError, "batch of at least 1"),
-        ({"buffer_tokens": 10}, ConfigError, "buffer_tokens of at least block_tokens"),
+        ({"buffer_tokens": 10}, ConfigError, "buffer_tokens to be at least block_tokens"),
         ({"variables": "resid_pots"}, EntryNotFound, "resid_post"),
         ({"variables": "resid_post", "layers": [0]}, EntryNotFound, "resid_post of layers 0"),
-        ({"skip_positions": -1}, ConfigError, "skip_positions of at least 0"),
-        ({"skip_positions": 1000}, ConfigError, "expected at least one batch"),
-        ({"normalise": "centred"}, ConfigError, "statistics= together"),
+        ({"skip_positions": -1}, ConfigError, "skip_positions to be at least 0"),
+        ({"skip_positions": 1000}, ConfigError, "expected stored activations of at least one batch"),
+        ({"normalise": "centred"}, ConfigError, "statistics= belong together"),
         ({"dtype": "float64"}, ConfigError, "'float32' or 'stored'"),
     ],
 )
@@ -271,7 +271,7 @@ def test_a_flipped_byte_is_found_when_its_batch_is_read(entry):
 
 
 def test_a_run_in_place_of_no_store_is_an_error_of_one_line(tmp_path):
-    with pytest.raises(EntryNotFound, match="no record of a stored run"):
+    with pytest.raises(EntryNotFound, match="not opened from a stored run"):
         mizarr.ActivationLoader(random_run(tmp_path / "s", 0).open().drop_encoding(), **SMALL)
 
 

@@ -168,13 +168,13 @@ def test_qk_of_one_distance_is_the_score_of_the_pass_less_its_biases(family, see
 
 def test_queries_that_are_normed_have_no_qk_circuit_and_an_ov_circuit(tmp_path):
     weights = matrices(saved("qwen3", 0, tmp_path))
-    with pytest.raises(ConfigError, match="found them normed in layer 0 of qwen3"):
+    with pytest.raises(ConfigError, match=r"layer 0 of qwen3 have no QK circuit, .* normed before"):
         qk_circuit(weights, 0, 0)
     assert ov_circuit(weights, 0, 0).shape == (weights.config.hidden_size,) * 2
     assert composition_scores(weights=weights, modes=["V"], controls=1)["score"].notnull().any()
-    with pytest.raises(ConfigError, match="expected modes among Q, K, V"):
+    with pytest.raises(ConfigError, match="expected at least one of Q, K, V as the modes"):
         composition_scores(weights=weights, modes=["W"])
-    with pytest.raises(ConfigError, match="at or before its query"):
+    with pytest.raises(ConfigError, match="expected an offset of 0 or more"):
         qk_circuit(matrices(saved("llama", 0, tmp_path / "other")), 0, 0, offset=-1)
 
 
@@ -194,11 +194,11 @@ def test_virtual_weights_are_products_of_what_one_writes_and_another_reads(tmp_p
         made = feature_to_head(weights, written, 1, 0, part=part)
         assert made.dims[0] == "feature"
         np.testing.assert_allclose(made.dense(), expected, atol=1e-3)
-    with pytest.raises(ConfigError, match="layer 1 read in 1"):
+    with pytest.raises(ConfigError, match="source layer 1 and reading layer 1"):
         mlp_to_mlp(weights, 1, 1)
     with pytest.raises(ConfigError, match="found 'w'"):
         feature_to_head(weights, written, 1, 0, part="w")
-    with pytest.raises(ConfigError, match="among gate, up of the MLP, found 'down'"):
+    with pytest.raises(ConfigError, match="input matrices gate, up, found part='down'"):
         mlp_to_mlp(weights, 0, 1, part="down")
 
 
@@ -247,7 +247,7 @@ def test_positions_alone_are_what_the_pass_attends_to_when_all_tokens_are_the_me
 def test_norms_on_the_stream_leave_no_positions_to_ask_about(family, tmp_path):
     save = save_random_encoder if family in ENCODERS else save_random_hybrid
     save(tmp_path, family, 0, tokenizer=False)
-    with pytest.raises(ConfigError, match=f"of the stream itself in layer 0 of {family}; choose a model"):
+    with pytest.raises(ConfigError, match=f"layer 0 of {family} normalises the residual stream itself"):
         position_scores(weights=matrices(tmp_path))
 
 

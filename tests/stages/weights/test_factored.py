@@ -109,13 +109,13 @@ def test_a_labelled_array_is_lazy_and_in_blocks(is_lazy):
 
 
 def test_what_does_not_fit_is_refused_with_both_shapes():
-    with pytest.raises(ShapeError, match=r"found \(2, 3\) and \(4, 5\)"):
+    with pytest.raises(ShapeError, match=r"found shapes \(2, 3\) and \(4, 5\)"):
         FactoredMatrix(np.ones((2, 3)), np.ones((4, 5)))
-    with pytest.raises(ShapeError, match=r"found \(2, 3\) before \(4, 5\)"):
+    with pytest.raises(ShapeError, match=r"shape \(2, 3\) is followed by shape \(4, 5\)"):
         FactoredMatrix.product(np.ones((2, 3)), np.ones((4, 5)))
     with pytest.raises(ShapeError, match="at least two matrices"):
         FactoredMatrix.product(np.ones((2, 3)))
-    with pytest.raises(ShapeError, match=r"square matrix to have eigenvalues, found \(2, 4\)"):
+    with pytest.raises(ShapeError, match=r"square matrix has eigenvalues, found shape \(2, 4\)"):
         _ = FactoredMatrix(np.ones((2, 3)), np.ones((3, 4))).eigenvalues
 
 

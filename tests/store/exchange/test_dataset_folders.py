@@ -69,7 +69,7 @@ def test_a_row_per_prompt_is_as_long_as_the_prompt(tmp_path):
 
 
 def test_many_batches_are_one_table(tmp_path, monkeypatch):
-    monkeypatch.setattr("mizarr.store.exchange.dataset_folders._GROUP", 100)
+    monkeypatch.setattr("mizarr.store.exchange.dataset_folders._BATCH_BYTES", 100)
     states = random_states(tmp_path / "s", [6, 6, 6, 6])
     found = table(export(states, tmp_path / "out", format="saelens"))
     assert np.array(found["token_ids"].to_pylist()).ravel().tolist() == list(range(24))
@@ -95,10 +95,18 @@ def test_a_run_is_exported_by_its_key_and_says_where_it_is_from(tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"format": "saelens"}, ShapeError, "prompts of one length for saelens, found 3 to 9 tokens"),
-        ({"format": "saelens", "context": 10}, ShapeError, "a prompt of at least 10 tokens, found at most 9"),
-        ({"format": "datasets", "context": 3}, ConfigError, "leave it out"),
-        ({"format": "zarr", "context": 3}, ConfigError, "expected context with saelens or sparsify"),
+        (
+            {"format": "saelens"},
+            ShapeError,
+            "rows of format saelens have one length, and the prompts have 3 to 9 tokens",
+        ),
+        (
+            {"format": "saelens", "context": 10},
+            ShapeError,
+            "no prompt has the 10 tokens of a row, the longest has 9",
+        ),
+        ({"format": "datasets", "context": 3}, ConfigError, "has no meaning; leave"),
+        ({"format": "zarr", "context": 3}, ConfigError, "is for formats saelens and sparsify"),
         ({"format": "saelns"}, ConfigError, "did you mean 'saelens'"),
     ],
 )

@@ -31,7 +31,7 @@ REFUSED = {
     "5,000 digits": b'{"a": ' + b"9" * 5000 + b"}",
     "two values of a name": b'{"a": 1, "a": 2}',
     "two types of a name": b'{"a": 1, "a": true}',
-    "no UTF-8": b'{"a": "\xff"}',
+    "not UTF-8": b'{"a": "\xff"}',
     "UTF-16": '{"a": 1}'.encode("utf-16"),
     "nothing": b"",
     "half": b'{"a": ',
@@ -75,7 +75,7 @@ def test_values_that_refer_to_each_other_are_counted():
     value: list[object] = []
     for _ in range(60):
         value = [value, value]
-    with pytest.raises(ValueError, match="references between values"):
+    with pytest.raises(ValueError, match="expand to more values"):
         bounded_depth(value, 1000)
 
 
@@ -84,11 +84,11 @@ def make_link(path):
 
 
 PLACES = {
-    "a link to nothing": (make_link, "nowhere, which is not there; put the file there"),
+    "a link to nothing": (make_link, "nowhere, which does not exist; put the file there"),
     "a link to itself": (lambda path: path.symlink_to(path), "leads to"),
     "a folder": (lambda path: path.mkdir(), "found a folder"),
-    "a pipe": (os.mkfifo, "found something else"),
-    "an empty file": (lambda path: path.touch(), "found an empty file"),
+    "a pipe": (os.mkfifo, "found a pipe, socket or device"),
+    "an empty file": (lambda path: path.touch(), "is empty"),
     "a pointer": (lambda path: path.write_bytes(LFS_POINTER + b"v1\noid sha256:0\nsize 9\n"), "git lfs pull"),
 }
 
@@ -98,12 +98,12 @@ def test_a_place_without_content_is_told_in_one_line(make, says, tmp_path):
     make(tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=says) as caught:
         require_content(tmp_path / "model.safetensors", ConfigError)
-    assert "\n" not in str(caught.value) and str(caught.value).count("expected") == 1
+    assert "\n" not in str(caught.value) and str(caught.value).count("expected") <= 1
 
 
 def test_nothing_at_all_is_for_the_reader_to_tell(tmp_path):
     assert not require_content(tmp_path / "none", ConfigError)
-    with pytest.raises(ConfigError, match=r"none, found No such file"):
+    with pytest.raises(ConfigError, match=r"none: No such file"):
         json_file(tmp_path / "none", ConfigError)
 
 
@@ -114,7 +114,7 @@ def test_a_file_that_may_not_be_read_is_told_in_one_line(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("pathlib.Path.open", refused)
-    with pytest.raises(ConfigError, match=r"a\.json, found Permission denied"):
+    with pytest.raises(ConfigError, match=r"a\.json: Permission denied"):
         json_object(tmp_path / "a.json", ConfigError)
 
 

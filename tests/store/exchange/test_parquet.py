@@ -66,7 +66,7 @@ def test_wide_has_a_row_per_token_and_a_column_per_layer(store, tmp_path):
 def test_small_row_groups_hold_the_same_rows(store, tmp_path, monkeypatch, layout):
     entry = put_run(store, cells=STATES)
     whole = pq.read_table(export_key(store, entry.digest, tmp_path / "whole.parquet", layout=layout))
-    monkeypatch.setattr(parquet, "_GROUP", 100)
+    monkeypatch.setattr(parquet, "_GROUP_BYTES", 100)
     path = export_key(store, entry.digest, tmp_path / "cut.parquet", layout=layout)
     assert pq.ParquetFile(path).num_row_groups > 3
     cut = pq.read_table(path).to_pandas()
@@ -145,8 +145,8 @@ def test_a_single_number_is_one_row(tmp_path):
     ("dataset", "options", "says"),
     [
         (xr.Dataset({"pattern": ("pair", [1.0])}), {}, "attention patterns"),
-        (xr.Dataset({"a": ("layer", [1.0])}), {"layout": "wide"}, "use 'long'"),
-        (xr.Dataset({"a": ("token", [1.0]), "b": ("x", [1.0])}), {}, "'b' with a token axis"),
+        (xr.Dataset({"a": ("layer", [1.0])}), {"layout": "wide"}, "use --layout long"),
+        (xr.Dataset({"a": ("token", [1.0]), "b": ("x", [1.0])}), {}, "'b' has axes"),
     ],
 )
 def test_what_has_no_rows_is_refused_and_leaves_nothing(tmp_path, dataset, options, says):
@@ -156,6 +156,6 @@ def test_what_has_no_rows_is_refused_and_leaves_nothing(tmp_path, dataset, optio
 
 
 def test_a_result_of_too_many_rows_is_refused_with_its_sizes(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet, "ROWS", 3)
-    with pytest.raises(ShapeError, match=r"at most 3 rows, one per number, found 4 \(x 2, y 2\)"):
+    monkeypatch.setattr(parquet, "MOST_ROWS", 3)
+    with pytest.raises(ShapeError, match=r"need 4 rows, one per number \(x 2, y 2\), and at most 3"):
         export(xr.Dataset({"a": (("x", "y"), np.zeros((2, 2)))}), tmp_path / "a.parquet")

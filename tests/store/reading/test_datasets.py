@@ -151,9 +151,9 @@ def test_layers_are_chosen_by_their_real_index(entry):
 
 
 def test_asking_for_what_is_not_there_names_what_is(entry):
-    with pytest.raises(EntryNotFound, match="nearest is 'resid_post'"):
+    with pytest.raises(EntryNotFound, match="most similar is 'resid_post'"):
         entry.open(["resid_pst"])
-    with pytest.raises(EntryNotFound, match="at layers 0, 2-3, not at 1"):
+    with pytest.raises(EntryNotFound, match="at layers 0, 2-3, not at layers 1"):
         entry.open(["resid_post"], layers=[0, 1])
 
 
@@ -241,7 +241,7 @@ def test_a_prompt_is_read_from_the_segments_it_straddles(entry):
     assert str(part["text"].values) == "text 1"
     np.testing.assert_array_equal(part["resid_post"].values, expected(tokens, [0, 2, 3])[:, 1:10])
     np.testing.assert_array_equal(ds.mi.prompt(-1)["embed"].values, values(0, tokens)[12:])
-    with pytest.raises(PromptError, match="below 4"):
+    with pytest.raises(PromptError, match="numbered 0 to 3"):
         ds.mi.prompt(4)
 
 
@@ -264,7 +264,7 @@ def test_padding_is_nan_and_masked(entry):
     assert block["mask"].values.sum(axis=1).tolist() == [1, 9, 2, 3]
     np.testing.assert_array_equal(block["resid_post"].values[1, 1], values(2, packed())[1:10])
     assert np.isnan(block["resid_post"].values[:, 0, 1:]).all()
-    with pytest.raises(ShapeError, match="the longest has 9"):
+    with pytest.raises(ShapeError, match="the longest prompt has 9"):
         entry.open().mi.pad(4)
     short = entry.open().mi.pad(4, cut=True)
     np.testing.assert_array_equal(short["embed"].values[1], values(0, packed())[1:5])
@@ -341,7 +341,7 @@ def test_attention_patterns_come_back_as_lower_triangles(store, segment_tokens):
     np.testing.assert_array_equal(square.sel(layer=0, head=1).values, -want)
     assert ds.mi.attn(0).values.shape == (2, 2, 1, 1)
     np.testing.assert_array_equal(ds.mi.prompts([2, 0]).mi.attn(0).values, ds.mi.attn(2).values)
-    with pytest.raises(EntryNotFound, match="nearest is 'pattern'"):
+    with pytest.raises(EntryNotFound, match="most similar is 'pattern'"):
         ds.mi.attn(0, "patern")
 
 
@@ -356,7 +356,7 @@ def test_patterns_of_one_segment_are_readable_by_plain_xarray(store):
 
 
 def test_many_texts_are_read_a_chunk_at_a_time(store, monkeypatch):
-    monkeypatch.setattr("mizarr.store.runs.coordinates._TEXTS", 4)
+    monkeypatch.setattr("mizarr.store.runs.coordinates._TEXTS_PER_CHUNK", 4)
     tokens = PackedTokens.from_lists([[i] for i in range(10)], texts=[f"é{i}" for i in range(10)])
     entry = store.create_entry(run_of(tokens), tokens, [EMBED])
     fill(entry, tokens, [("embed", None)])

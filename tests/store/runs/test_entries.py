@@ -118,13 +118,13 @@ def test_arrays_are_added_to_an_entry_later(folder):
 
 def test_an_array_declared_otherwise_is_refused(folder, entry):
     wider = ArraySpec("resid_post", "h", RESID.dims, {"hidden": 7}, "float32", 3)
-    with pytest.raises(ShapeError, match="already stores resid_post"):
+    with pytest.raises(ShapeError, match="already stores variable 'resid_post'"):
         create(folder, specs=[wider])
 
 
 def test_arrays_of_two_dtypes_are_two_entries(folder, entry):
     half = ArraySpec("resid_post", "h", RESID.dims, {"hidden": 6}, "bfloat16", 3)
-    with pytest.raises(ShapeError, match="one dtype"):
+    with pytest.raises(ShapeError, match="one storage dtype"):
         create(folder, specs=[half, EMBED])
     assert create(folder, specs=[half]).path != entry.path
 
@@ -218,7 +218,7 @@ def test_passes_that_overlap_agree_on_the_shards_they_share(entry):
         (("resid_post", 3), 0, np.zeros((8, 6), "f4"), "layers 0 to 2"),
         (("resid_post", None), 0, np.zeros((8, 6), "f4"), "layers 0 to 2"),
         (("embed", 0), 0, np.zeros((8, 6), "f4"), "no layer axis"),
-        (("embed", None), 3, np.zeros((8, 6), "f4"), "segment from 0 to 2"),
+        (("embed", None), 3, np.zeros((8, 6), "f4"), "segments 0 to 2"),
         (("pattern", 1), 0, np.zeros((8, 2), "f4"), r"\[21, 2\]"),
     ],
 )
@@ -253,7 +253,7 @@ def test_a_file_size_limit_leaves_no_torn_shard(entry):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # the kernel takes 100 bytes, then no more
     try:
-        with pytest.raises(StoreFull, match="larger than a file may be here"):
+        with pytest.raises(StoreFull, match="exceeds the largest size allowed"):
             fill(entry, segments=[0])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -354,7 +354,7 @@ def test_plain_zarr_reads_tokens_and_pairs(folder, dtype, segment_tokens):
 
 
 def test_unknown_variables_are_named_with_the_nearest(entry):
-    with pytest.raises(EntryNotFound, match="nearest is 'resid_post'"):
+    with pytest.raises(EntryNotFound, match="most similar is 'resid_post'"):
         entry.shard("resid_pots", 0, 0)
 
 
@@ -445,7 +445,9 @@ def test_each_record_is_read_once_however_often_one_asks(folder, monkeypatch):
     entry = create(folder, tokens, [EMBED], segment_tokens=1)
     read = []
     real = LocalFolder.get
-    monkeypatch.setattr("mizarr.store.files.stamps._SETTLED", -1)  # as if they were written a while ago
+    monkeypatch.setattr(
+        "mizarr.store.files.stamps._SETTLED_SECONDS", -1
+    )  # as if they were written a while ago
     monkeypatch.setattr(LocalFolder, "get", lambda self, name: (read.append(name), real(self, name))[1])
     for _ in range(3):
         assert entry.missing([("embed", None)]) == {}
@@ -485,7 +487,7 @@ print(({PEAK} - before) >> 20)
 
 
 def test_a_shard_changed_in_place_is_checked_again(entry, monkeypatch):
-    monkeypatch.setattr("mizarr.store.files.stamps._SETTLED", -1)  # as if it was written a while ago
+    monkeypatch.setattr("mizarr.store.files.stamps._SETTLED_SECONDS", -1)  # as if it was written a while ago
     fill(entry)
     path = entry.folder.path(f"{entry.path}/embed/c/0/0")
     stat = path.stat()
@@ -512,7 +514,7 @@ def test_what_was_just_written_is_checked_at_every_read(entry):
 
 @pytest.mark.parametrize("settled", [2.0, -1])
 def test_a_run_made_anew_in_other_segments_is_not_read_as_the_old_one(folder, monkeypatch, settled):
-    monkeypatch.setattr("mizarr.store.files.stamps._SETTLED", settled)
+    monkeypatch.setattr("mizarr.store.files.stamps._SETTLED_SECONDS", settled)
     tokens = PackedTokens.from_lists([[1] * 24])
     old = create(folder, tokens, [EMBED], segment_tokens=6)
     fill(old, [("embed", None)])

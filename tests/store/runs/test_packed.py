@@ -61,7 +61,7 @@ def test_prompt_and_position_of_a_slice_match_the_spelled_out_columns(prompts, d
 def test_long_id_arrays_are_digested_in_blocks(monkeypatch):
     tokens = PackedTokens.from_lists([list(range(10)), [3]])
     whole = tokens.digest
-    monkeypatch.setattr("mizarr.store.runs.packed._BLOCK", 3)
+    monkeypatch.setattr("mizarr.store.runs.packed._BLOCK_TOKENS", 3)
     assert PackedTokens.from_lists([list(range(10)), [3]]).digest == whole
 
 
@@ -112,7 +112,7 @@ def test_negative_ids_never_reach_a_key():
 
 
 def test_a_prompt_index_out_of_range_names_the_range():
-    with pytest.raises(PromptError, match="below 1"):
+    with pytest.raises(PromptError, match="numbered 0 to 0"):
         PackedTokens.from_lists([[1]]).prompt(1)
 
 
@@ -127,7 +127,7 @@ def test_columns_are_read_only_and_the_callers_array_is_not():
 def test_a_mapped_corpus_is_let_go_of_behind_the_one_who_streams_it(begin, tmp_path, monkeypatch):
     """From a size on: the digest is that of ids in memory, wherever the view begins, and of what was mapped
     little stays resident."""
-    monkeypatch.setattr(packed, "_BLOCK", 1 << 19)
+    monkeypatch.setattr(packed, "_BLOCK_TOKENS", 1 << 19)
     monkeypatch.setattr(packed, "_PAGE_OUT_BYTES", 1 << 20)
     drawn = np.random.default_rng(0).integers(0, 999, 3 << 20, dtype=np.int32)
     with (tmp_path / "ids.npy").open("wb") as file:

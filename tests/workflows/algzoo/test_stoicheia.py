@@ -152,11 +152,11 @@ print(json.dumps(done.to_json()))
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"model": "specimen"}, "expected a file of AlgZoo"),
+        ({"model": "specimen"}, "expected an AlgZoo network"),
         ({"task": "argmedian_"}, "did you mean 'argmedian'"),
-        ({"task": "longest_cycle"}, "expected a transformer for longest_cycle"),
-        ({"sequence": 4}, "expected sequences of 3, as the tensors say, found 4 asked for"),
-        ({"heads": 2}, "expected no heads of an RNN, found heads=2"),
+        ({"task": "longest_cycle"}, "longest_cycle has integer inputs, which need a transformer"),
+        ({"sequence": 4}, "the tensors are for inputs of 3 time steps, but sequence is 4"),
+        ({"heads": 2}, "an RNN, which has no attention heads, found heads=2"),
         ({"budgets": [1500]}, "multiples of 1000"),
         ({"sigmas": [0.0]}, "expected sigmas to be a list of float of more than 0"),
         ({"samples": 0}, "expected samples to be int of at least 1"),
@@ -256,7 +256,9 @@ def test_checkpoints_of_a_folder_are_an_axis_with_gaps(store, tmp_path):
 
 
 def test_checkpoints_that_cannot_be_are_refused():
-    with pytest.raises(ConfigError, match="whole batches of 1024, up to 2048, found 1500"):
+    with pytest.raises(
+        ConfigError, match="multiples of the batch of 1024 inputs, from 0 to 2048, found 1500"
+    ):
         build("stoicheia_sweep", trained=[1500, 2048])
     with pytest.raises(ConfigError, match="expected different trained"):
         build("stoicheia_sweep", trained=[1024, 1024])
@@ -324,12 +326,12 @@ def test_training_learns_the_task():
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (["nothing", "--hidden", "2", "--sequence", "2"], "expected a task of AlgZoo"),
+        (["nothing", "--hidden", "2", "--sequence", "2"], "AlgZoo has no task 'nothing'"),
         (["argmax", "--hidden", "0", "--sequence", "2"], "expected hidden from 1 to 4096, found 0"),
         (["argmax", "--hidden", "2", "--sequence", "1"], "expected sequence from 2 to 4096, found 1"),
         (
             ["longest_cycle", "--hidden", "4", "--sequence", "3", "--heads", "3"],
-            "heads that divide the width 4",
+            "heads to divide the hidden size 4",
         ),
     ],
 )

@@ -145,7 +145,7 @@ def test_a_result_shows_its_numbers_its_recipe_and_its_lineage(made, held):
     assert boxes["run of large"].x == boxes["readout/1"].x < boxes["lens/2"].x < boxes["share/1"].x
     numbers = dict(titled(find_page(held, addresses.result(made.share)), "Numbers").pairs)
     assert numbers == {"share": "0.25"}
-    recipe = {text(row[0]): text(row[1]) for row in titled(page, "Recipe").rows}
+    recipe = {text(row[0]): text(row[1]) for row in titled(page, "How this result").rows}
     assert recipe["stage"] == "lens/2" and "hacked" in recipe["parameter note"]
 
 
@@ -284,7 +284,7 @@ def test_a_harvest_in_progress_tells_what_stands(made, tmp_path):
         assert views(find_page(watching.look(), "index.html"), HarvestProgress)
         write(1)
         assert find_news(watching.look(), address)["progress"][0]["done"] == 2
-    assert "no process is capturing it" in find_news(watching.look(), address)["progress"][0]["told"]
+    assert "no process is capturing this run" in find_news(watching.look(), address)["progress"][0]["told"]
     for n in range(2, len(entry.segments)):
         write(n)
     entry.publish(cells)

@@ -42,7 +42,7 @@ def test_limits_hold_and_are_told(site, made):
     assert written.pages <= 60 and written.left_out > 0
     assert len(list((folder / "run" / made.run / "prompt").iterdir())) <= 4
     for text in (page.read_text() for page in folder.rglob("*.html")):
-        assert "at most 60 pages, 4 prompts of a run and 3 tokens" in text
+        assert "at most 60 pages, 4 prompts per run and 3 tokens" in text
     assert "beyond the limits" in (folder / "left-out.html").read_text()
     assert written.bytes >= sum(file.stat().st_size for file in folder.rglob("*.html"))
 

@@ -153,11 +153,11 @@ def test_random_weights_claim_nothing(seeds, tmp_path, monkeypatch):
     ("given", "said"),
     [
         ({"receivers": ["a3.h0"]}, "expected a receiver of this model, found 'a3.h0'; did you mean 'a3.h0<"),
-        ({"receivers": ["logits", "logits"]}, "expected names that differ"),
-        ({"receivers": ["logits+m1"]}, "expected the logits by themselves"),
+        ({"receivers": ["logits", "logits"]}, "found a repeated name"),
+        ({"receivers": ["logits+m1"]}, "expected the logits as a receiver of their own"),
         ({"receivers": []}, "expected receivers that is not empty"),
-        ({"receivers": ["a0.h0<q>"]}, "back of at most 0"),
-        ({"back": 37}, "expected back of at most 36, the number of heads with a path to logits"),
+        ({"receivers": ["a0.h0<q>"]}, "back to be at most 0"),
+        ({"back": 37}, "the field back to be at most 36, the number of heads with a path to logits"),
         ({"mlps": "frozen"}, "expected mlps to be recomputed or held, found 'frozen'"),
         ({"tasks": ["copy"]}, "no task 'copy'; there are facts, ioi"),
         ({"strongest": 0}, "expected strongest to be int of at least 1, found 0"),
@@ -174,5 +174,5 @@ def test_what_cannot_be_asked_is_refused_before_anything_runs(given, said, capsy
 
 def test_a_model_whose_parts_are_no_sum_is_refused(tmp_path):
     save_random_model(tmp_path, "gemma2", 0)
-    with pytest.raises(ConfigError, match="norms 'around' what is added in layer 0 of gemma2"):
+    with pytest.raises(ConfigError, match="norms 'around' the output of heads or MLP in layer 0 of gemma2"):
         build("path_patching", model=str(tmp_path))

@@ -86,9 +86,9 @@ def refused_alike(capture, *arguments):
 
 def test_a_dry_run_refuses_the_workers_that_a_capture_refuses(capture, tmp_path):
     two_kinds = refused_alike(capture, "--workers", "2", "--cluster", "tcp://127.0.0.1:1")
-    assert two_kinds.startswith("mizarr: error: expected a cluster or workers of this machine, found 'tcp:")
+    assert two_kinds.startswith("mizarr: error: both a cluster ('tcp:")
     by_layers = refused_alike(capture, "--workers", "2", "--order", "layer")
-    assert 'one process for order="layer", which reads each weight once, found 2 workers' in by_layers
+    assert 'order="layer" runs in one process: expected no workers, found 2 workers' in by_layers
     assert capture("--workers", "2", "--dry-run")[0] == 0
     assert not any((tmp_path / "store" / "data").glob("*/*"))
 
@@ -203,13 +203,16 @@ def test_a_metric_named_on_the_command_line_is_the_same_run_as_in_python(
         (("--metric", "probability=0.5"), "expected one token, found 0.5"),
         (("--metric", "probability=true"), "expected one token, found true"),
         (("--metric", "kl=3", "--baseline", "[1]"), "expected no tokens, found 3"),
-        (("--metric", "probability=9999"), "expected a token id in 0.."),
+        (("--metric", "probability=9999"), "expected token ids in 0.."),
         (("--metric", "probability=w1 w2"), "expected 'w1 w2' to be one token"),
-        (("--metric", "probability=3", "--at", "2"), "expected at in -2..1"),
+        (("--metric", "probability=3", "--at", "2"), "expected a position at= in -2..1"),
         (("--metric", "kl"), "add --baseline"),
         (("--metric", "kl", "--baseline", "[99999]"), "expected token ids in 0.."),
-        (("--metric", "probability=3", "--baseline", "[1]"), "--baseline goes with kl"),
-        (("--at", "1"), "--at goes with a metric"),
+        (
+            ("--metric", "probability=3", "--baseline", "[1]"),
+            "--baseline is a parameter of the metric kl only",
+        ),
+        (("--at", "1"), "--at is a parameter of the metric"),
     ],
 )
 def test_a_metric_that_cannot_be_is_one_line_before_a_store_is_made(capture, tmp_path, arguments, said):
@@ -221,7 +224,7 @@ def test_a_metric_that_cannot_be_is_one_line_before_a_store_is_made(capture, tmp
 
 def test_a_metric_without_a_gradient_to_take_is_refused(capture, tmp_path):
     code, out, err = capture("--metric", "probability=3")
-    assert (code, out) == (2, "") and "expected a captured gradient to go with" in err
+    assert (code, out) == (2, "") and "expected a captured gradient, found none" in err
     assert not (tmp_path / "store").exists()
 
 
@@ -252,11 +255,11 @@ def test_a_pair_for_a_model_of_one_sequence_is_refused(capture, prompts):
     Path(prompts).write_text('{"source": [1, 2], "target": [3]}\n')
     code, out, told = capture()
     assert (code, out) == (2, "")
-    assert "an encoder and a decoder to read pairs" in told and "join the two texts" in told
+    assert "expected an encoder-decoder model" in told and "join the two texts" in told
 
 
 def test_half_a_pair_is_refused(capture, prompts):
     Path(prompts).write_text('[1]\n{"source": [1, 2]}\n')
     code, out, told = capture()
     assert (code, out) == (2, "")
-    assert "prompts.jsonl:2: expected a source and a target" in told
+    assert "prompts.jsonl:2: expected both source and target" in told

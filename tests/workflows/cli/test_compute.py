@@ -38,7 +38,7 @@ def test_explain_refuses_the_workers_that_compute_refuses(arguments, capsys):
     ]
     assert told[0] == told[1]
     assert told[0][0] == 2
-    assert told[0][1].startswith("mizarr: error: expected a cluster or workers of this machine, found")
+    assert told[0][1].startswith("mizarr: error: both a cluster")
 
 
 def test_explain_for_people_lists_the_settings_on_stderr(arguments, capsys):

@@ -24,7 +24,7 @@ def test_it_names_versions_devices_places_and_optional_parts(capsys, tmp_path, m
     assert "matplotlib" not in said["packages"]
     assert list(said["optional parts"]) == list(EXTRAS)
     assert said["computing"]["devices"].startswith("cpu")
-    assert said["places"]["store"] == f"{tmp_path / 'store'}, not there yet"
+    assert said["places"]["store"] == f"{tmp_path / 'store'}, does not exist yet"
     assert said["places"]["cache"].startswith(str(tmp_path / "cache"))
     assert not list(tmp_path.iterdir()), "looking leaves nothing behind"
 

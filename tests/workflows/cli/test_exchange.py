@@ -121,13 +121,16 @@ def test_prompts_come_from_a_file(tmp_path, capsys, kind):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--to", "a.csv"], "expected a file named by its format"),
+        (["--to", "a.csv"], "names no export format"),
         (["--to", "a.nc", "--format", "netcdff"], "did you mean 'netcdf'?"),
-        (["--to", "a.nc", "--layers", "3-0"], "expected --layers as 0-5,11, found '3-0'"),
+        (
+            ["--to", "a.nc", "--layers", "3-0"],
+            "expected --layers as numbers and ranges such as 0-5,11, found '3-0'",
+        ),
         (["--to", "a.nc", "--layers", "x"], "found 'x'"),
         (["--to", "a.nc", "--layers", "0-3"], "'ln1_scale' at layers 0, not at 1-3"),
         (["--to", "a.nc", "--variables", "resid_pst"], "resid_post"),
-        (["--to", "none/a.nc"], "make it first"),
+        (["--to", "none/a.nc"], "create it first"),
         (["--to", "store"], "expected"),
     ],
 )
@@ -155,11 +158,11 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path, capsys):
     [
         ([], "--model"),
         (["--model", "gpt2"], "there is no hook point 'layers.0'"),
-        (["--model", "gpt2", "--map", "layers.0"], "expected --map ARRAY=HOOK, found 'layers.0'"),
-        ([*MAP, "--map", "layers.{layer}=x"], "expected one hook point of 'layers.{layer}'"),
+        (["--model", "gpt2", "--map", "layers.0"], "expected --map ARRAY=HOOK, found --map 'layers.0'"),
+        ([*MAP, "--map", "layers.{layer}=x"], "--map names two hook points for the array 'layers.{layer}'"),
         ([*MAP[:2], "--model", "gpt2"], "array 'loss'"),
         ([*MAP, "--skip", "lss"], "did you mean 'loss'?"),
-        ([*MAP, "--n-layers", "1"], "expected layers below 1, found layer 1"),
+        ([*MAP, "--n-layers", "1"], "layer 1, and n_layers=1"),
         ([*MAP, "--prompts", "none.txt"], "expected a file of prompts"),
         ([*MAP, "--dtype", "float8"], "expected dtype 'bfloat16'"),
     ],

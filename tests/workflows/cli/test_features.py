@@ -49,7 +49,7 @@ def test_a_dictionary_of_another_model_exits_with_1(tmp_path: Path):
     save_random_clt(tmp_path, layers=3, hidden=12)
     code, output = call("inspect", str(tmp_path), "--model", "specimen")
     assert code == 1
-    assert "cannot be used:" in output and "specimen has 192 there" in output
+    assert "cannot be used:" in output and "specimen has width 192 there" in output
 
 
 def test_numbers_that_are_not_finite_exit_with_1(tmp_path: Path):
@@ -74,7 +74,7 @@ def test_hook_points_may_be_told(tmp_path: Path):
 
 def test_what_is_no_dictionary_is_told(tmp_path: Path):
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(ValueError, match=r"found notes.txt; expected one of"):
+    with pytest.raises(ValueError, match=r"found notes.txt; expected the files of one of"):
         call("inspect", str(tmp_path))
 
 

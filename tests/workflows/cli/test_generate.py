@@ -46,7 +46,7 @@ def test_draws_are_those_of_their_seed(capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["specimen", "Once", "--top-k", "3"], "set a temperature > 0"),
+        (["specimen", "Once", "--top-k", "3"], "set temperature=1"),
         (["specimen", "Once", "--chat"], "expected a chat template"),
         (["specimen"], "Missing argument 'PROMPT...'"),
         (["no-such-model", "Once"], "no-such-model"),

@@ -77,10 +77,10 @@ def test_tables_are_aligned_and_show_what_is_missing(capsys):
 )
 def test_broken_json_is_no_text(typed, place):
     with pytest.raises(
-        click.BadParameter, match=rf"prompts: expected JSON, .* at character {place}\); mend it"
+        click.BadParameter, match=rf"prompts: expected valid JSON, .* at character {place}\); correct it"
     ) as caught:
         set_to(f"prompts={typed}")
-    quoted = caught.value.message.partition("as JSON: ")[2]
+    quoted = caught.value.message.partition("as a JSON string: ")[2]
     assert set_to(f"prompts={quoted}") == {"prompts": typed}
 
 

@@ -90,7 +90,9 @@ def test_a_text_with_its_source_is_no_pair(reads_pairs, tmp_path):
 @pytest.mark.parametrize("line", ['{"source": [7]}', '{"target": [7]}', '{"source": "a", "target": 7}'])
 def test_half_a_pair_is_named_by_file_and_number(reads_pairs, tmp_path, line):
     path = write(tmp_path, "prompts.jsonl", f"[7]\n{line}\n")
-    with pytest.raises(PromptError, match=r"prompts\.jsonl:2: expected a source and a target, each a string"):
+    with pytest.raises(
+        PromptError, match=r"prompts\.jsonl:2: expected both source and target, each a string"
+    ):
         read_prompts([path], model=reads_pairs)
     with pytest.raises(PromptError, match=r"prompts\.jsonl:2: expected a string, {'text': string}"):
         read_prompts([path])

@@ -77,17 +77,17 @@ def test_what_is_done_is_not_done_again(command, tmp_path, capsys):
     assert capsys.readouterr().out == first
     assert (tmp_path / "sae" / "checkpoint.pt").stat().st_mtime_ns == changed
     assert run(command("sae", "--set=seed=1")) == 2
-    assert "holds a training with seed=0, expected seed=1" in capsys.readouterr().err
+    assert "a training with seed=0, but seed=1 was requested" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ("k=40", "expected k of at most features=24, found k=40"),
+        ("k=40", "expected k, the number of active features, to be at most features=24, found k=40"),
         ("feature=3", "did you mean 'features'?"),
         ("steps=many", "expected steps to be int"),
         ("layers=[4]", "layer"),
-        ("batch=100000", "expected at least one batch of 100000 tokens"),
+        ("batch=100000", "expected stored activations of at least one batch of 100000 tokens"),
     ],
 )
 def test_what_cannot_be_trained_is_one_line_and_nothing_half_written(command, tmp_path, capsys, said, told):
@@ -169,12 +169,15 @@ def test_a_crosscoder_of_two_models_is_trained_measured_and_saved(command, tmp_p
     assert told["first_alone"] + told["second_alone"] <= told["alive"] <= 24
     # What was trained on one model alone is another training.
     assert run(arguments) == 2
-    assert "holds a training on other activations" in capsys.readouterr().err
+    assert "holds a checkpoint of a training on other activations" in capsys.readouterr().err
 
 
 def test_a_second_model_is_for_crosscoders_only(command, capsys):
     assert run(command("sae", "--against", "specimen")) == 2
-    assert "expected kind=crosscoder with --against, found kind=sae" in capsys.readouterr().err
+    assert (
+        "--against names a second model, which only a crosscoder has, found kind=sae"
+        in capsys.readouterr().err
+    )
 
 
 # What it is trained on
@@ -243,5 +246,5 @@ def test_prompts_themselves_are_no_corpus(checkpoint, tmp_path, capsys, name):
     for option in (["--context", "8"], ["--pack"], ["--column", "x"], ["--label", "x"], ["--seed", "0"]):
         told = [name, model, "a prompt", "--text", *option, "--store", str(tmp_path / "store"), *more]
         assert run(told) == 2
-        assert f"expected files with {option[0]}, found --text" in capsys.readouterr().err
+        assert f"{option[0]} is an option for files of documents, but --text" in capsys.readouterr().err
     assert not (tmp_path / "store").exists()

@@ -26,19 +26,19 @@ TABLE = r"""
 file folder -> expected files of documents at 'folder', found none; name files, globs or folders with
 file empty.txt -> expected at least one prompt, found none in empty.txt
 file blank.txt -> expected at least one prompt, found none in blank.txt
-file latin.txt -> expected UTF-8 text in 'latin.txt', found byte 0xe9; convert it
-file utf16.txt -> expected UTF-8 text in 'utf16.txt', found byte 0xff; convert it
+file latin.txt -> expected UTF-8 text in 'latin.txt', found byte 0xe9; convert the file
+file utf16.txt -> expected UTF-8 text in 'utf16.txt', found byte 0xff; convert the file
 file missing.jsonl -> missing.jsonl:2: expected a string, {'text': string} or {'ids': [integers]}, found
 file broken.jsonl -> broken.jsonl:2: expected JSON, found '{"text": "b"' (Expecting ',' delimiter)
 file null.jsonl -> null.jsonl:1: expected a string, {'text': string} or {'ids': [integers]}, found
 file float.jsonl -> float.jsonl:1: expected a string, {'text': string} or {'ids': [integers]}, found
-file big.jsonl -> expected token ids in 0..2047, found 99999999 in the prompt; was it encoded with
-file neg.jsonl -> expected token ids in 0..2047, found -1 in the prompt; was it encoded with another
-file noids.jsonl -> expected at least one token, found the prompt empty
+file big.jsonl -> expected token ids in 0..2047, found 99999999 in the prompt; encode it with
+file neg.jsonl -> expected token ids in 0..2047, found -1 in the prompt; encode it with the
+file noids.jsonl -> expected at least one token in the prompt, found none
 file bool.jsonl -> bool.jsonl:1: expected a string, {'text': string} or {'ids': [integers]}, found
 file list.json -> expected text, or documents in .txt, .md, .jsonl, .ndjson, .parquet, .arrow, .tar,
 file data.csv -> expected text, or documents in .txt, .md, .jsonl, .ndjson, .parquet, .arrow, .tar,
-file prompts.parquet -> expected a Parquet file at 'prompts.parquet', found Parquet magic bytes not found in
+file prompts.parquet -> expected a Parquet file at 'prompts.parquet', found one that cannot be read
 file dangling.txt -> expected a file of prompts at 'dangling.txt', found nothing; to give the prompt itself
 file loop -> expected a file of prompts at 'loop', found nothing; to give the prompt itself add
 file nowhere.txt -> expected a file of prompts at 'nowhere.txt', found nothing; to give the prompt itself
@@ -46,19 +46,19 @@ file 'no*.txt' -> expected files of documents at 'no*.txt', found none; name fil
 file '' --text -> expected prompt 0 to have a token of its own, found only the 1 that the tokenizer adds
 file folder --context 4 -> expected files of documents at 'folder', found none; name files, globs or folders
 file prompts.txt --context 0 -> '--context': 0 is not in the range x>=1. (see mizarr capture --help)
-file prompts.txt --share nan -> expected a share of the documents in (0, 1], found nan
-file prompts.txt --pack -> expected pack=True with context=…, the tokens of a prompt, found no context
+file prompts.txt --share nan -> Corpus: expected share= in (0, 1], the share of documents to read, found nan
+file prompts.txt --pack -> Corpus: pack=True (--pack) needs context=, the tokens of a prompt, found none
 file prompts.txt --text --context 4 -> expected files with --context, found --text; give prompts themselves
 hook blocks.99.hook_resid_post -> specimen has layers 0 to 5, found 'blocks.99.hook_resid_post'; the last one
 hook blocks.-1.hook_resid_post -> there is no hook point 'blocks.-1.hook_resid_post'; did you mean
 hook blocks.0.hook_resid_pots -> there is no hook point 'blocks.0.hook_resid_pots'; did you mean
 hook resid_post -> there is no hook point 'resid_post'; did you mean 'blocks.0.hook_resid_post'?
 hook '   ' -> there is no hook point ' '; a model lists its own: `model.hook_points`
-hook grad:blocks.0.hook_resid_post -> expected a metric whose gradient
+hook grad:blocks.0.hook_resid_post -> 'grad:blocks.0.hook_resid_post' captures a gradient: expected a
 hook grad:blocks.0.hook_resid_post --metric foo=1 -> no metric 'foo' that has a gradient; there are
 hook grad:blocks.0.hook_resid_post --metric 'logit_difference=["a"]' -> metric 'logit_difference': expected
 hook grad:blocks.0.hook_resid_post --metric 'log_probability=1.5' -> metric 'log_probability': expected one
-hook grad:blocks.0.hook_resid_post --metric 'log_probability=1' --at 99 -> gradients: expected at in -2..1
+hook grad:blocks.0.hook_resid_post --metric 'log_probability=1' --at 99 -> gradient_of: expected a position
 hook grad:blocks.0.hook_resid_post --metric kl -> kl compares with another prompt, found none; add --baseline
 with --at 1 -> --at goes with a metric, found none; add --metric NAME=TOKENS (see mizarr capture
 with --positions first -> expected positions as 'last', a slice such as '::16', or numbers such as '0,5,-1',
@@ -67,10 +67,10 @@ with --positions ::-1 -> expected a slice that goes forward, found a step of -1
 with --positions 5:2 -> expected a selection that keeps a token of some prompt, found positions '5:2:' over
 with --positions mask.npy -> '--positions': expected an array of numpy in 'mask.npy', found none; write it
 with --positions nowhere.npy -> '--positions': expected a mask in 'nowhere.npy', found no such file (see
-with --reduce nrom -> expected a reduction such as norm, mean, run_mean, logsumexp, topk:10, found 'nrom';
+with --reduce nrom -> reduce=: expected one of norm, mean, run_mean, logsumexp, topk:10, found 'nrom';
 with --reduce features: -> expected a directory, or a hub reference such as org/repo, found ''; name one
 with --reduce features:nope -> expected a directory, or a hub reference such as
-hook hook_logits --reduce topk:0 -> expected a reduction such as norm, mean, run_mean, logsumexp, topk:10,
+hook hook_logits --reduce topk:0 -> reduce=: expected one of norm, mean, run_mean, logsumexp, topk:10,
 hook hook_logits --reduce topk:99999999 -> expected at most the 2048 logits of specimen, found
 with --dtype float8 -> '--dtype': 'float8' is not one of 'float32', 'float16', 'bfloat16', 'float64'. (see
 with --storage-dtype int4 -> '--storage-dtype': 'int4' is not one of 'float32', 'float16', 'bfloat16',
@@ -81,33 +81,33 @@ with --batch-tokens ten -> '--batch-tokens': 'ten' is not a valid integer range.
 with --memory inf -> '--memory': expected a size such as 500MB or 2GiB, found 'inf' (see mizarr capture
 with --memory 1e999 -> '--memory': expected a size such as 500MB or 2GiB, found '1e999' (see mizarr capture
 with --memory -1GiB -> '--memory': expected a size such as 500MB or 2GiB, found '-1GiB' (see mizarr capture
-with --memory 1 -> a token of 1 captures needs 768 bytes, more than the memory of 1; capture fewer points,
-with --memory-limit 1kB -> expected a memory limit above 41,946,112 bytes, which a batch and buffers take
+with --memory 1 -> memory: expected at least 768 bytes, for one token of 1 captures, found 1; raise it
+with --memory-limit 1kB -> memory_limit: expected more than 41,946,112 bytes, which the activations of a
 with --workers 1.5 -> '--workers': '1.5' is not a valid integer range. (see mizarr capture --help)
-with --cluster foo -> expected a Dask scheduler at 'foo', found none (missing port number in address 'foo');
-with --cluster foo --workers 2 -> expected a cluster or workers of this machine, found 'foo' and 2 workers;
-with --log nowhere/x.jsonl -> expected a file to write the log to, found 'nowhere/x.jsonl': No such file or
+with --cluster foo -> there is no Dask scheduler at 'foo' (missing port number in address 'foo'); start one
+with --cluster foo --workers 2 -> both a cluster ('foo') and 2 workers of this machine were given; leave out
+with --log nowhere/x.jsonl -> the progress log 'nowhere/x.jsonl' cannot be written (No such file or
 with --adapter folder -> expected an adapter in folder, found no adapter_config.json; pass the folder in
 with --revision v9 -> expected no revision for the directory specimen, found 'v9'; revisions belong to hub ids
 with --exact -> expected --exact with --dry-run, found it alone; prompts that run are counted (see
-into a_file -> expected a folder at
-into nostore -> expected a store or an empty folder at
-into a_file/sub -> expected a folder at 'a_file/sub', found Not a directory; name another
-into dangling -> expected a folder at
-into s4://bucket/x -> expected a folder, or a URL that begins with s3://, gs://, az://, memory://, found one
+into a_file -> expected the folder of a store at
+into nostore -> expected a store of mizarr or an empty folder at
+into a_file/sub -> 'a_file/sub' cannot be the folder of a store (Not a directory); name another folder
+into dangling -> expected the folder of a store at
+into s4://bucket/x -> expected a store as a folder, or as a URL that begins with s3://, gs://, az://,
 model specimenn -> specimenn is no directory, and not in the local cache
 model '' -> expected a model directory, a hub id such as org/name, or one of specimen,
 model folder -> expected a model in folder, found no config.json; give the folder that holds
 model a_file -> expected a model's directory, found the file a_file; give the folder it lies in
 model x.gguf -> expected a GGUF file at x.gguf, found one that cannot be read (a length of 8 bytes at
-compute logit_lens --store new --set prompts='["a"]' --memory 1B -> capture needs about
+compute logit_lens --store new --set prompts='["a"]' --memory 1B -> the step capture needs about
 compute logit_lense --store new -> no workflow 'logit_lense'; did you mean 'logit_lens'?
 compute logit_lens --store new --set promts='["a"]' -> workflow 'logit_lens' has no setting 'promts'; did you
 lens prompts=5 -> expected prompts to be a list of str, found 5 (int)
 lens prompts=NaN -> expected prompts to be a list of str, found nan (float)
 lens 'prompts=[[1.5]]' -> expected prompts to be a list of str, found [[1.5]] (list)
 lens 'prompts=[""]' -> expected prompt 0 to have a token of its own, found only the 1 that the tokenizer adds
-lens 'prompts=["\ud800"]' -> prompts: expected text, found half of a surrogate pair ('\ud800') at character
+lens 'prompts=["\ud800"]' -> prompts: expected valid Unicode text, found half of a surrogate pair ('\ud800')
 lens top_k=0 -> expected top_k to be int of at least 1, found 0 (int)
 lens top_k=ten -> expected top_k to be int of at least 1, found 'ten' (str)
 lens top_k=1e999 -> expected top_k to be int of at least 1, found inf (float)
@@ -116,12 +116,12 @@ lens heatmaps=-1 -> expected heatmaps to be int of at least 0, found -1 (int)
 lens soft_cap=yes -> expected soft_cap to be bool, found 'yes' (str)
 lens dtype=fp16 -> expected dtype to be float32, float16, bfloat16 or float64, found 'fp16' (str); did you
 lens device=5 -> expected device to be str | None, found 5 (int)
-lens model=folder -> expected a model in folder, found no config.json; give the folder that holds
+lens model=folder -> expected a model in folder, found no config.json; name the folder that
 lens top_k=3 --set top_k=4 -> '--set': 'top_k' is set twice (see mizarr compute --help)
 lens model=specimen --model specimen -> the model is given twice: --model and --set model=…; keep one (see
 lens prompts=a --figures a_file/x -> expected a folder for figure.png, found the file
 lens prompts=a --figures dangling -> expected a folder for figure.png, found the file
-lens prompts=a --memory 1 -> capture needs about 18 KiB of memory at once, the budget is 1 B; raise --memory,
+lens prompts=a --memory 1 -> the step capture needs about 18 KiB of memory at once, and --memory (memory=)
 compute generate --store new --set temperature=NaN -> expected a temperature >= 0, found nan
 compute generate --store new --set temperature=1 --set top_p=2 -> expected top_p in (0, 1], found 2.0
 compute generate --store new --set max_tokens=0 -> expected max_tokens of at least 1, found 0
@@ -135,68 +135,68 @@ compute probe --store new --set 'layers=[99]' -> specimen has layers 0 to 5, fou
 compute sae_features --store new --set dictionary=nope -> expected a directory, or a hub reference such as
 compute counterfact_patching --store new --set data=listfacts.json -> record 0 of 'listfacts.json': expected
 compute rwkv_inference --store new --model specimen -> rwkv_inference: expected a recurrent model whose
-explain logit_lens --store nostore -> expected a store in
+explain logit_lens --store nostore -> expected a store of mizarr in
 report logit_lens --store new --output folder -> expected a file to write, such as folder/report.html, found
 report logit_lens --store new --output dangling/x.html -> expected a folder for x.html, found the file
 replicate nope --store new -> no replication 'nope'; there are activation-patching, algzoo,
 workflows nope -> no workflow 'nope'; there are logit_lens, logit_attribution, generate,
 stages logit_lense -> no stage or experiment 'logit_lense'; did you mean 'logit_lens'?
-ls --store nowhere -> expected a store in
+ls --store nowhere -> expected a store of mizarr in
 show zzz --store activations -> no key in
 show ../x --store activations -> no key in
-export RUN --to x.csv --store activations -> expected a file named by its format (.nc, .zarr, .parquet,
-export RUN --to good.safetensors --store activations -> expected a new file, found 'good.safetensors' there
-export RUN --to new.npz --layers 99 --store activations -> run RUN has 'resid_post' at layers 0-5,
+export RUN --to x.csv --store activations -> the suffix of 'x.csv' names no export format; end the name in
+export RUN --to good.safetensors --store activations -> the file to export to, 'good.safetensors', exists
+export RUN --to new.npz --layers 99 --store activations -> run RUN has variable 'resid_post' at layers 0-5,
 export RUN --to new.npz --layers 5-0 --store activations -> expected --layers as 0-5,11, found '5-0' (see
-export RUN --to new.npz --variables resid_pots --store activations -> run RUN has not published
-export RUN --to new.npz --context 5 --store activations -> expected context with saelens or sparsify, found
+export RUN --to new.npz --variables resid_pots --store activations -> run RUN has no complete variable
+export RUN --to new.npz --context 5 --store activations -> --context (context=) is for formats saelens
 import nowhere.npz --model x --store new -> expected a file at 'nowhere.npz', found none; check the path
-import text.safetensors --model x --store new -> text.safetensors is no complete safetensors file: expected a
+import text.safetensors --model x --store new -> text.safetensors is not a complete safetensors file: its
 import truncated.safetensors --model x --store new -> truncated.safetensors is truncated: expected 224 bytes,
 import foo.safetensors --model x --store new -> array 'foo': there is no hook point 'foo'; a model lists its
 import data.csv --model x --store new -> expected a .safetensors or .npz file, found 'data.csv'; convert it
-import good.safetensors --model x --map foo --store new -> expected --map ARRAY=HOOK, found 'foo' (see mizarr
+import good.safetensors --model x --map foo --store new -> expected --map ARRAY=HOOK, found --map 'foo' (see
 import good.safetensors --model x --skip zzz --store new -> no array is named 'zzz'; there are
 import good.safetensors --model x --n-layers 0 --store new -> expected n_layers of at least 1, found 0
-import good.safetensors --model x --prompts prompts.txt --store new -> expected one text per prompt (1),
-copy nowhere new -> expected a store in
+import good.safetensors --model x --prompts prompts.txt --store new -> expected texts to have one text per
+copy nowhere new -> expected a store of mizarr in
 copy activations activations -> expected a target beside its sources, found 'activations' twice (see mizarr
 copy activations ./activations/ -> expected a target beside its sources, found './activations/' twice (see
 copy activations new --runs , -> expected starts of keys with --runs, found ','; leave it out (see mizarr
 copy activations new --runs zzz -> no run in
 merge activations activations -> expected a target beside its sources, found 'activations' twice (see mizarr
-verify --store folder -> expected a store in
+verify --store folder -> expected a store of mizarr in
 pin x zzz --store activations -> no key in
-pin ../x KEY --store activations -> expected a pin name of letters, digits, '.', '_' and '-', found '../x'
-pin x KEY --store nowhere -> expected a store in
-gc --store nowhere -> expected a store in
+pin ../x KEY --store activations -> expected the name of a pin as letters, digits, '.', '_' and '-', with a
+pin x KEY --store nowhere -> expected a store of mizarr in
+gc --store nowhere -> expected a store of mizarr in
 gc --grace 1e999h --store activations -> '--grace': expected a duration such as 90s, 24h or 7d, found
 gc --quota inf --store activations -> '--quota': expected a size such as 500MB or 2GiB, found 'inf' (see
 browse --port 99999 --store activations --no-open -> '--port': 99999 is not in the range 0<=x<=65535. (see
 site nostore --store activations -> expected a new or empty folder, or a site that mizarr wrote, found other
-models inspect folder -> expected a model in folder, found no config.json; give the folder that holds
-models inspect x.gguf -> expected a GGUF file at x.gguf, found one that cannot be read (a length of 8 bytes at
+models inspect folder -> expected a model in folder, found no config.json; name the folder that
+models inspect x.gguf -> expected a GGUF file at x.gguf, found one that cannot be read (expected 8 bytes
 models fetch a/b/c -> expected a hub id such as org/name, found 'a/b/c'
 features inspect '' -> expected a directory, or a hub reference such as org/repo, found ''; name one
 features fetch '' -> expected a directory, or a hub reference such as org/repo, found ''; name one
 features inspect specimen/nope -> expected specimen/clt, specimen/plt, specimen/sae, which ship with mizarr,
 features inspect specimen/sae --read nope -> expected a hook point of TransformerLens or a module of
-features inspect specimen/sae --read '' -> expected a value behind '--read', found an empty text; leave it
-features export specimen/sae a_file --format saelens -> expected a new folder, found something at a_file;
-features export specimen/clt new --format saelens -> SAELens has no cross-layer transcoders; export to
-features label specimen/sae L99:0 x --store new -> specimen/sae has features of layer 3, found layer 99
+features inspect specimen/sae --read '' -> option --read has an empty text as its value; give it a value, or
+features export specimen/sae a_file --format saelens -> expected a new or empty folder for the exported
+features export specimen/clt new --format saelens -> SAELens has no cross-layer transcoders, such as
+features label specimen/sae L99:0 x --store new -> expected a layer that the dictionary specimen/sae reads
 features label specimen/sae L3:1.5 x --store new -> expected a feature as layer:index, such as L14:13043,
 features pages new --store new --neuronpedia nope -> expected --neuronpedia MODEL/SET, such as
-features pages new --store new --creator x -> expected --creator with --neuronpedia, found it alone; leave it
-train specimen prompts.txt --out a_file/x --store new --set 'layers=[3]' --set k=4 -> expected a folder for
+features pages new --store new --creator x -> --creator has an effect only together with --neuronpedia;
+train specimen prompts.txt --out a_file/x --store new --set 'layers=[3]' --set k=4 -> cannot write
 train specimen prompts.txt --out new --store new --set layerz=3 -> workflow 'train' has no setting 'layerz';
 train specimen prompts.txt --out new --store new --set seed=-1 -> expected seed of at least 0, found -1
 train specimen prompts.txt --out new --store new --set features=1e999 -> expected features to be int, found
-train specimen prompts.txt --out new --store new --config settings.toml -> expected TOML in settings.toml,
+train specimen prompts.txt --out new --store new --config settings.toml -> expected TOML in the file
 train-zoo 2nd_argmax --hidden 4 --sequence 3 --seed -1 -> expected seed of at least 0, found -1
 train-zoo 2nd_argmax --hidden 4 --sequence 3 --out a_file -> expected a folder for
 train-zoo 2nd_argmax --hidden 4 --sequence 3 --heads 3 -> expected heads that divide the width 4, found 3
-demo --output a_file/x -> expected a folder at 'a_file/x/store', found Not a directory; name another
+demo --output a_file/x -> 'a_file/x/store' cannot be the folder of a store (Not a directory); name another
 completion tcsh -> '{bash|zsh|fish}': 'tcsh' is not one of 'bash', 'zsh', 'fish'. (see mizarr completion
 """
 CASES = [line.split(" -> ") for line in TABLE.strip().splitlines()]

@@ -274,11 +274,11 @@ def test_chosen_among_many_on_these_lines_the_null_pays_for_it():
     [
         ({"block": "5-2"}, "a block of layers such as '8-15', first and last, found '5-2'"),
         ({"blocks": ["all"]}, "such as '8-15', first and last, found 'all'"),
-        ({"blocks": ["1-7"]}, r"layers in 0\.\.5, found 1 to 7"),
+        ({"blocks": ["1-7"]}, r"layers within 0\.\.5, found layers 1 to 7"),
         ({"depth": 0}, "depth to be int of at least 1, found 0"),
         ({"preset": "anacrusis"}, "did you mean 'anacrousis'"),
         ({"strength": "much"}, "strength to be float"),
-        ({"preset": "anacrousis", "model": "specimen"}, r"layers in 0\.\.5, found"),
+        ({"preset": "anacrousis", "model": "specimen"}, r"layers within 0\.\.5, found"),
     ],
 )
 def test_bad_input_is_told_in_one_line_before_anything_runs(given, message, tmp_path):

@@ -194,7 +194,7 @@ def test_attention_is_embedded_without_the_triangle_that_is_empty():
     ],
 )
 def test_arrays_and_labels_that_do_not_belong_together_are_refused(wrong):
-    with pytest.raises(ShapeError, match="as its labels say, found"):
+    with pytest.raises(ShapeError, match="one entry per label of the view; found shape"):
         wrong()
 
 
@@ -327,12 +327,14 @@ def test_what_does_not_fit_is_thinned_or_left_out_and_the_page_says_so(monkeypat
     text = page.render(Heavy(Nothing()))
     parsed = Parsed(text)
     kept = len([data for data in parsed.data if "value_name" in data])
-    assert 0 < kept < 9 and f"Nine. {kept} of 9 are on this page" in parsed.text
+    assert (
+        0 < kept < 9 and f"Nine. The size limit of this page leaves room for {kept} of 9 views" in parsed.text
+    )
     viewer = next(data for data in parsed.data if "overview" in data)
     n = len(viewer["layers"])
     assert 0 < n < 8 and viewer["pattern"]["shape"][0] == n
-    assert f"Layers 0 to {n - 1} are on this page" in parsed.text
-    assert "Left out: it takes 0.5 MB" in parsed.text
+    assert f"The size limit of this page leaves room for layers 0 to {n - 1} only" in parsed.text
+    assert "Left out of this page: the view takes 0.5 MB" in parsed.text
     assert "small enough" in parsed.text
     bare = len(page.render(Plain(Nothing())))
     assert len(text) - bare < 1.3 * page.LIMIT
@@ -401,7 +403,7 @@ def test_a_cached_page_needs_no_torch(arguments, tmp_path):
 
 @pytest.mark.parametrize(
     ("output", "said"),
-    [("", "found the folder"), ("taken/page.html", "found the file")],
+    [("", "because it is a folder"), ("taken/page.html", "is a file, not a folder")],
     ids=["a folder", "below a file"],
 )
 def test_a_path_that_cannot_be_written_is_told_before_anything_runs(

@@ -545,7 +545,7 @@ def test_a_name_that_stands_for_two_nodes_is_told_when_it_is_saved(visit):
 
 
 @pytest.mark.browser
-@pytest.mark.filterwarnings("ignore:.* names stand for two nodes")
+@pytest.mark.filterwarnings("ignore:.* stand for two nodes")
 def test_groups_are_saved_as_the_viewer_has_them_and_loaded_again(visit, tmp_path):
     graph = drawn_by_hand()
     element = Graph.of(graph.prune(), title="g")

@@ -388,7 +388,7 @@ def test_a_batch_answers_every_experiment_and_says_which_cannot_be_run(
     document = done.to_json()
     assert [one["group"] for one in document["results"]] == ["ages", "seasons"]
     assert [one["group"] for one in document["skipped"]] == ["bad"]
-    assert "the same one twice" in document["skipped"][0]["error"]
+    assert "the same prompt twice" in document["skipped"][0]["error"]
     alone = pushes.to_json()
     assert document["results"][0]["convergence_matrix"] == alone["convergence_matrix"], "a hit in the store"
     paths = done.render(Console(width=140), tmp_path / "figures")
@@ -408,7 +408,7 @@ def test_a_batch_answers_every_experiment_and_says_which_cannot_be_run(
         ((GOOD | {"prompt": ""},), "expected prompt to be a text, found ''"),
         (
             ({"group": "a", "prompt": PROMPT, "contrastive": PROMPT, "inject_position": 1},),
-            "the same one twice",
+            "the same prompt twice",
         ),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from mizarr.stages.algzoo.analysis.cones import measure, split
 from mizarr.store.errors import ShapeError
 from mizarr.workflows.views import Cones
-from mizarr.workflows.views.cones import _disc_outlines, _sector
+from mizarr.workflows.views.cones import _disc_outlines, _sector_outlines
 
 
 def area(outline: np.ndarray) -> float:
@@ -26,7 +26,7 @@ def pieces(n: int) -> list[np.ndarray]:
     return parts
 
 
-@pytest.mark.parametrize(("n", "outlines"), [(2, _sector), (3, _disc_outlines)])
+@pytest.mark.parametrize(("n", "outlines"), [(2, _sector_outlines), (3, _disc_outlines)])
 def test_areas_on_the_discs_are_probabilities(n, outlines):
     whole = np.pi if n == 2 else 2 * np.pi
     for rays in pieces(n):

@@ -84,7 +84,7 @@ def test_a_figure_says_how_large_an_effect_is_where_zero_is_and_what_the_strokes
     axes = paper.compose([view.panel()]).axes[0]
     said = [text.get_text() for text in axes.texts]
     assert "one: +0.5 nats, beyond chance" in said and "other: +0.01, no more than chance" in said
-    assert any(text.startswith("As named. Dot: the effect") for text in said)
+    assert any(text.startswith("As named. Blue dot: measured effect") for text in said)
     assert view.caption == "As named.", "a page has words of its own"
     upright = [
         line.get_xdata()[0] for line in axes.lines if len(set(line.get_xdata())) == 1 < len(line.get_xdata())

@@ -469,7 +469,7 @@ def test_names_at_the_ends_of_curves_are_apart_by_factors_where_the_axis_is_loga
 
 @pytest.mark.parametrize("x", [(0.0, 1.0), (-1.0, 1.0), (float("nan"), 1.0), ("1", "10")])
 def test_what_has_no_place_on_a_logarithmic_x_axis_is_refused(x):
-    with pytest.raises(ShapeError, match="expected numbers above 0 along a logarithmic 'dose', found"):
+    with pytest.raises(ShapeError, match="expected numbers above 0 on the logarithmic x axis 'dose', found"):
         Lines(x=x, x_name="dose", y_name="y", lines=(Line("a", np.ones(2)),), log_x=True)
 
 

@@ -199,7 +199,7 @@ def test_means_are_of_text_that_is_not_scored(store):
     assert len(taken.references) == len(scored) == 2 and not set(taken.references) & set(scored)
     with pytest.raises(ConfigError, match="text beyond the prompts that are scored"):
         build("evaluate", **TINY | {"limit": 10_000}, mean=["blocks.0.hook_mlp_out"])
-    with pytest.raises(ConfigError, match="expected hook points with a row per token"):
+    with pytest.raises(ConfigError, match="expected hook points with a position axis"):
         build("evaluate", **TINY, mean=["blocks.0.attn.hook_pattern"])
 
 

@@ -80,7 +80,7 @@ def test_a_span_is_written_with_or_without_a_name():
         ({"spans": ["Paris"]}, ConfigError, "name=start-end"),
         ({"spans": ["x=40-60"]}, TokenizerError, "within the text's 45 characters"),
         ({"spans": ["x=5-5"]}, TokenizerError, "found 5..5"),
-        ({"spans": ["other=1-2"]}, TokenizerError, "which is a label"),
+        ({"spans": ["other=1-2"]}, TokenizerError, "which are labels themselves"),
     ],
 )
 def test_wrong_input_gives_one_clear_line(given, error, message):

@@ -27,7 +27,7 @@
     const live = Object.fromEntries(progress.map((each) => [each.name, each]));
     for (const [name, host] of Object.entries(shown)) {
       const each = live[name];
-      const told = each ? each.told : "finished; load this page again to see what it holds";
+      const told = each ? each.told : "finished; reload this page to see the captured activations";
       const line = host.querySelector(".told"), bar = host.querySelector("progress");
       if (line.textContent === told) continue;
       line.textContent = told;
@@ -38,8 +38,8 @@
     const begun = progress.filter((each) => !(each.name in shown));
     if (begun.length && !document.querySelector(".begun")) {
       const notice = Object.assign(document.createElement("p"), { className: "notice begun" });
-      const again = Object.assign(document.createElement("a"), { href: "", textContent: "load this page again" });
-      notice.append(`A harvest has begun: ${begun.map((each) => each.name).join(", ")}; `, again, ".");
+      const again = Object.assign(document.createElement("a"), { href: "", textContent: "reload this page" });
+      notice.append(`A new capture has begun: ${begun.map((each) => each.name).join(", ")}; `, again, ".");
       document.querySelector("main").prepend(notice);
       spoken.textContent = notice.textContent;
     }

@@ -1,4 +1,5 @@
-"""Parts shared by several pages: links in tables, dates, sizes, pages of a long list, tables of entries."""
+"""Parts that several pages use: links in tables, dates, sizes, pages of a long list, tables of runs and
+results."""
 
 from __future__ import annotations
 
@@ -30,19 +31,19 @@ T = TypeVar("T")
 
 
 def linked(text: str, address: str, target: str, style: str = "") -> Styled:
-    """Text of a table cell with a link.
+    """Text of a table cell that links to another page.
 
     Arguments:
         text: The text.
         address: Address of the page that contains the cell.
         target: Address of the page that the link leads to.
-        style: Style of the text, see `Styled`.
+        style: Style of the text, as in `Styled.style`.
     """
     return Styled(text, style, addresses.relative(address, target))
 
 
 def home(address: str) -> Link:
-    """Link from a page to the first page."""
+    """Link named "store" from the page at an address to the first page."""
     return Link("store", addresses.relative(address, addresses.INDEX))
 
 
@@ -52,7 +53,14 @@ def digest_of(folder: HeldFolder) -> str:
 
 
 def entry_links(address: str) -> Callable[[HeldFolder], str]:
-    """Function from a run or result to the link from the page at `address` to its page; "" for no page."""
+    """Make a function that links to the pages of runs and results.
+
+    Arguments:
+        address: Address of the page that contains the links.
+
+    Returns:
+        Function from the folder of a run or result to the relative link to its page; "" if it has no page.
+    """
 
     def link(folder: HeldFolder) -> str:
         if folder.run is not None:
@@ -68,15 +76,15 @@ def sized(n_bytes: float) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Date and time, to the minute, of a Unix time in seconds.
+    """Date and time in UTC, to the minute, of a Unix time in seconds.
 
-    In UTC, so that a written site does not depend on the machine's time zone.
+    UTC, so that a written site does not depend on the machine's time zone.
     """
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
 
 
 def cut(text: str, most: int) -> str:
-    """Text on a single line; "…" marks characters cut from its end.
+    """Put a text on a single line and cut it; "…" marks the cut.
 
     Arguments:
         text: The text.
@@ -90,17 +98,17 @@ def cut(text: str, most: int) -> str:
 def page_of(
     items: Sequence[T], number: int, per_page: int, address: str, address_of: Callable[[int], str]
 ) -> tuple[Sequence[T], PageLinks | None]:
-    """One page of a long list.
+    """Select the items of a long list that one page shows.
 
     Arguments:
         items: The whole list.
         number: Number of the page, from 1.
         per_page: Number of items per page.
         address: Address of this page.
-        address_of: Function from a page number to its address.
+        address_of: Function from the number of a page of the list to its address.
 
     Returns:
-        (items of this page, links to other pages); the links are None if the list has one page.
+        (items of this page, navigation to the other pages); the navigation is None if there is only one page.
     """
     # Rounded up; an empty list has one page.
     pages = max(1, -(-len(items) // per_page))
@@ -115,7 +123,7 @@ def page_of(
 
 
 def runs_table(runs: Sequence[HeldFolder], address: str, *, title: str = "", caption: str = "") -> Table:
-    """Table of runs, one row per run, with links to their pages.
+    """Table with one row per run, which links to the page of the run.
 
     Arguments:
         runs: Folders of the runs.
@@ -132,7 +140,7 @@ def runs_table(runs: Sequence[HeldFolder], address: str, *, title: str = "", cap
         ("on disk", lambda folder: folder.usage.bytes, sized),
         ("written (UTC)", lambda folder: moment(folder.written)),
         ("stored as", lambda folder: dim(folder.run.dtype)),
-        ("hook points", lambda folder: ", ".join(folder.run.hooks) or "none finished"),
+        ("captured hook points", lambda folder: ", ".join(folder.run.hooks) or "none finished"),
         title=title,
         caption=caption,
     )
@@ -147,13 +155,13 @@ def results_table(
     title: str = "",
     caption: str = "",
 ) -> Table:
-    """Table of results, one row per result, with links to their pages.
+    """Table with one row per stored result, which links to the page of the result.
 
     Arguments:
         snapshot: Content of the store.
         results: Folders of the results.
         address: Address of the page that shows the table.
-        names: Folder -> name of the result within its workflow; None for no such column.
+        names: Path of a result's folder -> name of the result within its workflow; None for no such column.
         title: Title of the table.
         caption: Caption of the table.
     """

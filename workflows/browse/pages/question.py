@@ -1,4 +1,5 @@
-"""Page of a computed workflow: its settings, its results, and the entries that they were computed from."""
+"""Page of a computed workflow: its settings, its results, and the runs and results these were computed
+from."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ __all__ = ["question_page"]
 
 
 def question_page(snapshot: Snapshot, computed: AskedQuestion) -> Page:
-    """Page of a computed workflow: links to its results, then to the entries these were computed from.
+    """Page of a computed workflow: its settings, its results, and what these were computed from.
 
     Arguments:
         snapshot: Content of the store.
@@ -23,20 +24,20 @@ def question_page(snapshot: Snapshot, computed: AskedQuestion) -> Page:
     values = [
         ("model", question.model or "none"),
         ("settings", question.settings_line),
-        ("asked (UTC)", moment(question.at)),
+        ("requested (UTC)", moment(question.at)),
         ("on disk", sized(computed.bytes)),
     ]
     names = {folder.data: name for name, folder in computed.results.items()}
     runs = [folder for folder in computed.pieces if folder.run is not None]
-    pieces = [folder for folder in computed.pieces if folder.run is None]
+    intermediate_results = [folder for folder in computed.pieces if folder.run is None]
     views: list[View] = [
         Values(pairs=tuple(values)),
         results_table(snapshot, list(computed.results.values()), address, names=names, title="Results"),
     ]
     if runs:
         views.append(runs_table(runs, address, title="Runs that were read"))
-    if pieces:
-        views.append(results_table(snapshot, pieces, address, title="Results that were read"))
+    if intermediate_results:
+        views.append(results_table(snapshot, intermediate_results, address, title="Results that were read"))
     return Page(
         address=address,
         title=question.workflow,

@@ -1,4 +1,4 @@
-"""Page of a result: its variables as tables, curves and heatmaps, its recipe, and its lineage."""
+"""Page of a stored result: its variables as tables, curves and heatmaps, its provenance, and its lineage."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 __all__ = ["report", "result_page"]
 
 VARIABLES = 12
-"""Largest number of variables that are drawn."""
+"""Largest number of variables that a page draws."""
 POINTS, ROWS, COLUMNS, WORDS, SLICES = 2000, 128, 256, 40, 6
-"""Largest number of points of a curve, rows and columns of a heatmap, texts of a list, and 2D slices of an
-array with more than two dims."""
+"""Largest numbers drawn: points of a curve, rows and columns of a heatmap, texts of a list, and slices
+[row, column] of an array with more than two dims."""
 PROMPT_DIMS = ("position", "token", "key_position", "query_position")
-"""Dims along the tokens of a prompt, where 0 is its first token."""
+"""Dims along the tokens of a prompt, where index 0 is its first token."""
 PARAMETERS = 4000
-"""Largest number of characters of a parameter that are shown."""
+"""Largest number of characters of a stage parameter that a page shows."""
 
 
 def result_page(snapshot: Snapshot, folder: HeldFolder) -> Page:
-    """Page of a result.
+    """Page of a stored result: its variables, how it was computed, and its lineage.
 
     Arguments:
         snapshot: Content of the store.
@@ -42,14 +42,14 @@ def result_page(snapshot: Snapshot, folder: HeldFolder) -> Page:
     """
     record = folder.records[0]
     address = addresses.result(record.key)
-    views: list[View] = [_facts(snapshot, folder)]
+    views: list[View] = [_storage_facts(snapshot, folder)]
     try:
         dataset = snapshot.store.open_result(record)
-        views += [_variables(dataset), *report(dataset)]
+        views += [_variables_table(dataset), *report(dataset)]
     # A damaged result has a page too: its provenance may still be readable.
     except MizarrError as error:
-        views.append(Note(title="Cannot be read", text=str(error)))
-    views += [*_recipe(snapshot, folder), lineage(snapshot, folder, entry_links(address))]
+        views.append(Note(title="This result cannot be read", text=str(error)))
+    views += [*_provenance_table(snapshot, folder), lineage(snapshot, folder, entry_links(address))]
     return Page(
         address=address,
         title=record.label,
@@ -60,32 +60,32 @@ def result_page(snapshot: Snapshot, folder: HeldFolder) -> Page:
 
 
 def report(dataset: xr.Dataset) -> Iterator[View]:
-    """Views of the variables of a dataset: scalars, texts, curves, heatmaps.
+    """Views of the variables of a dataset: texts as tables, numbers as curves and heatmaps, scalars as a
+    list.
 
     Only the beginning of a large array is shown; the caption then says how much.
     """
     # An empty array is in the table of variables only: there is nothing to draw.
     names = [str(name) for name in dataset.data_vars if dataset[name].size]
-    numbers = []
+    scalars = []
     for name in names[:VARIABLES]:
         array = dataset[name]
         # dtype kinds of numpy: U, T (StringDType) and O hold text; b, i, u and f numbers.
         if array.ndim == 0:
-            numbers.append((labels.name(array), _scalar_text(array.values.item())))
+            scalars.append((labels.name(array), _scalar_text(array.values.item())))
         elif array.dtype.kind in "UTO":
-            yield _texts(array, name)
+            yield _texts_table(array, name)
         elif array.dtype.kind in "biuf":
             yield _drawing(array, name)
-    if numbers:
-        yield Values(title="Numbers", pairs=tuple(numbers))
-    if len(names) > VARIABLES:
-        yield Note(
-            text=f"{len(names) - VARIABLES} more variables are not drawn: {', '.join(names[VARIABLES:])}."
-        )
+    if scalars:
+        yield Values(title="Numbers", pairs=tuple(scalars))
+    if not_drawn := names[VARIABLES:]:
+        yield Note(text=f"This page does not draw {len(not_drawn)} more variables: {', '.join(not_drawn)}.")
 
 
 def _drawing(array: xr.DataArray, title: str) -> View:
-    """Curve, heatmap, or a choice of heatmaps over the leading dims, by the number of dims."""
+    """An array as a curve (1 dim), a heatmap (2 dims), or a choice of heatmaps of its last two dims
+    (more)."""
     if array.ndim == 1:
         return _curve(array, title)
     if array.ndim == 2:
@@ -97,7 +97,9 @@ def _drawing(array: xr.DataArray, title: str) -> View:
         selection = dict(zip(leading_dims, index, strict=True))
         label = ", ".join(f"{labels.word(str(dim))} {array[dim].values[i]}" for dim, i in selection.items())
         options.append((label, _matrix(array.isel(selection), "")))
-    caption = f"The first {SLICES} of {len(indices):,}." if len(indices) > SLICES else ""
+    dims = " and ".join(labels.word(str(dim)) for dim in leading_dims)
+    is_cut = len(indices) > SLICES
+    caption = f"The first {SLICES} of {len(indices):,} heatmaps, one for each {dims}." if is_cut else ""
     return Choice(title=title, name="at", options=tuple(options), caption=caption)
 
 
@@ -108,9 +110,10 @@ def _curve(array: xr.DataArray, title: str) -> View:
     x = part[dim].values.tolist()
     is_increasing = all(isinstance(value, int | float) for value in x) and bool((np.diff(x) > 0).all())
     line = Line(title, np.asarray(part.values, np.float64))
+    extent = f"The first {POINTS:,} of {array.size:,} points." if array.size > POINTS else ""
     return Lines(
         title=title,
-        caption=_caption(array, f"The first {POINTS:,} of {array.size:,}." if array.size > POINTS else ""),
+        caption=_caption(array, extent),
         x=tuple(map(float, x)) if is_increasing else tuple(map(str, x)),
         lines=(line,),
         x_name=labels.word(dim),
@@ -124,7 +127,8 @@ def _matrix(array: xr.DataArray, title: str) -> View:
     row_dim, column_dim = map(str, array.dims)
     part = array.isel({row_dim: slice(0, ROWS), column_dim: slice(0, COLUMNS)})
     shape = f"{array.sizes[row_dim]:,} × {array.sizes[column_dim]:,}"
-    extent = "" if part.shape == array.shape else f"The first {part.shape[0]} × {part.shape[1]} of {shape}."
+    drawn = f"{part.shape[0]} × {part.shape[1]}"
+    extent = "" if part.shape == array.shape else f"The first {drawn} of {shape} values."
     # Read once: the stored array is lazy.
     part = part.copy(data=np.asarray(part.values, np.float64))
     has_both_signs = bool((part.values < 0).any() and (part.values > 0).any())
@@ -133,19 +137,27 @@ def _matrix(array: xr.DataArray, title: str) -> View:
     return heatmap.without_first_token() if starts_prompt else heatmap
 
 
-def _texts(array: xr.DataArray, title: str) -> View:
-    """An array of text as a table with one row per text."""
-    words = [
-        str(word) for word in array.isel({dim: slice(0, WORDS) for dim in array.dims}).values.ravel()[:WORDS]
-    ]
-    caption = f"The first {len(words)} of {array.size:,}." if array.size > len(words) else ""
+def _texts_table(array: xr.DataArray, title: str) -> View:
+    """The first texts of an array as a table with one row per text."""
+    # Sliced along each dim first: the whole array need not be read.
+    beginning = array.isel({dim: slice(0, WORDS) for dim in array.dims}).values.ravel()[:WORDS]
+    texts = [str(text) for text in beginning]
+    caption = f"The first {len(texts)} of {array.size:,} texts." if array.size > len(texts) else ""
     return Table.of(
-        list(enumerate(words)), ("", lambda row: row[0], "d"), (title, lambda row: row[1]), caption=caption
+        list(enumerate(texts)),
+        ("index", lambda row: row[0], "d"),
+        (title, lambda row: row[1]),
+        caption=caption,
     )
 
 
 def _caption(array: xr.DataArray, extent: str) -> str:
-    """Long name and unit of an array as a sentence, followed by `extent`, which says how much is shown."""
+    """Caption of an array: its long name and unit as a sentence, then a sentence on how much is shown.
+
+    Arguments:
+        array: The array.
+        extent: Sentence such as "The first 40 of 100 texts."; "" if all is shown.
+    """
     name = str(array.attrs.get("long_name", ""))
     unit = labels.unit(array)
     quantity = f"{name}, {unit}" if name and unit else name
@@ -158,41 +170,37 @@ def _scalar_text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _facts(snapshot: Snapshot, folder: HeldFolder) -> Values:
-    """Date, size and pin of a result, and what `mizarr gc` would do with it."""
+def _storage_facts(snapshot: Snapshot, folder: HeldFolder) -> Values:
+    """Date, size and pin of a stored result; the caption says whether `mizarr gc` deletes it."""
     pairs = {
         # An ISO 8601 time, to the minute.
         "stored (UTC)": folder.records[0].created[:16].replace("T", " "),
         "on disk": sized(folder.usage.bytes),
         "pinned as": snapshot.pin(folder) or "–",
     }
-    return Values(pairs=tuple(pairs.items()), caption=f"mizarr gc: it {snapshot.fate(folder)}.")
+    caption = f"If `mizarr gc` runs now, this result {snapshot.fate(folder)}."
+    return Values(pairs=tuple(pairs.items()), caption=caption)
 
 
-def _variables(dataset: xr.Dataset) -> Table:
-    """Table of the variables with dims, dtype, unit and description."""
-    rows = [(str(name), array) for name, array in dataset.data_vars.items()]
+def _variables_table(dataset: xr.Dataset) -> Table:
+    """Table of a dataset's variables with dims, dtype, unit and description."""
+
+    def dims(array: xr.DataArray) -> str:
+        return " × ".join(f"{dim} {size:,}" for dim, size in array.sizes.items()) or "one number"
+
     return Table.of(
-        rows,
-        ("variable", lambda row: row[0]),
-        (
-            "dims",
-            lambda row: " × ".join(f"{dim} {size:,}" for dim, size in row[1].sizes.items()) or "one number",
-        ),
-        ("dtype", lambda row: _dtype(row[1].dtype)),
-        ("unit", lambda row: labels.unit(row[1]) or "–"),
-        ("description", lambda row: str(row[1].attrs.get("long_name", "")) or "–"),
+        dataset.data_vars.values(),
+        ("variable", lambda array: str(array.name)),
+        ("dims", dims),
+        ("dtype", lambda array: "text" if array.dtype.kind in "UTO" else str(array.dtype)),
+        ("unit", lambda array: labels.unit(array) or "–"),
+        ("description", lambda array: str(array.attrs.get("long_name", "")) or "–"),
         title="Variables",
     )
 
 
-def _dtype(dtype: Any) -> str:
-    """Name of a dtype; "text" for all string types."""
-    return "text" if dtype.kind in "UTO" else str(dtype)
-
-
-def _recipe(snapshot: Snapshot, folder: HeldFolder) -> Iterator[View]:
-    """Table of key, stage, parameters, inputs, and the noted facts about the computation."""
+def _provenance_table(snapshot: Snapshot, folder: HeldFolder) -> Iterator[View]:
+    """Table of a result's stage, key, parameters and inputs, and of the facts noted when it was computed."""
     record, request = folder.records[0], folder.note("request") or {}
     stage = str(request.get("stage", "")).partition("/")[0]
     pairs = [("key", record.key), ("content", record.content)]
@@ -206,8 +214,9 @@ def _recipe(snapshot: Snapshot, folder: HeldFolder) -> Iterator[View]:
     pairs += [(name, text) for name, text in facts(snapshot.store, record) if name != "content"]
     yield Table.of(
         pairs,
-        ("", lambda pair: pair[0]),
-        ("how it was made", lambda pair: pair[1]),
-        title="Recipe",
-        caption=f"mizarr show {record.short} prints this result; mizarr stages {stage} describes the stage.",
+        ("fact", lambda pair: pair[0]),
+        ("value", lambda pair: pair[1]),
+        title="How this result was computed",
+        caption=f"`mizarr show {record.short}` prints this result; `mizarr stages {stage}` describes the "
+        "stage.",
     )

@@ -1,4 +1,5 @@
-"""Page of a run: model and dtypes, progress, hook points with sizes, lineage, and the list of prompts."""
+"""Page of a captured run: model and dtypes, progress, hook points with sizes, lineage, and the list of
+prompts."""
 
 from __future__ import annotations
 
@@ -18,21 +19,22 @@ from .store import progress_text
 __all__ = ["PER_PAGE", "progress", "run_page"]
 
 PER_PAGE = 50
-"""Number of prompts per page."""
+"""Number of prompts per page of a run."""
 SHOWN = 140
-"""Largest number of characters of a prompt in the list."""
+"""Largest number of characters of a prompt's text in the list of prompts."""
 
 
 def run_page(snapshot: Snapshot, folder: HeldFolder, number: int) -> Page | None:
-    """Page of a run.
+    """Page of a run: what was captured, its lineage, and a part of its list of prompts.
 
     Arguments:
         snapshot: Content of the store.
         folder: Folder of the run.
-        number: Number of the page of prompts, from 1; only page 1 shows everything else.
+        number: Number of the page, from 1. Page 1 shows everything; the following pages, further prompts
+            only.
 
     Returns:
-        The page; None if the run has fewer pages of prompts.
+        The page; None if the run has fewer pages.
     """
     assert folder.run is not None
     run, state = open_run(snapshot.store, folder), harvest(snapshot.store, folder)
@@ -47,11 +49,12 @@ def run_page(snapshot: Snapshot, folder: HeldFolder, number: int) -> Page | None
     )
     if not rows:
         return None
-    prompts = _prompts(run, list(rows), address, digest)
+    prompts = _prompts_table(run, list(rows), address, digest)
     views: list[View] = []
     if number == 1:
-        views += [_facts(snapshot, folder), *progress(folder, state), _hook_points(run)]
+        views += [_run_facts(snapshot, folder), *progress(folder, state), _hook_points_table(run)]
         views += [lineage(snapshot, folder, entry_links(address))]
+    # Navigation above and below the table; None if all prompts are on this page.
     views += [view for view in (links, prompts, links) if view is not None]
     return Page(
         address=address,
@@ -59,17 +62,17 @@ def run_page(snapshot: Snapshot, folder: HeldFolder, number: int) -> Page | None
         over=f"run {digest[:12]}",
         up=(home(address),),
         views=tuple(views),
-        # A complete run does not change any more: its page does not poll.
+        # A complete run does not change any more: its page does not ask for progress.
         live="" if state.is_whole and not state.is_live else f"run/{digest}/live.json",
     )
 
 
 def progress(folder: HeldFolder, state: Harvest) -> Iterator[HarvestProgress]:
-    """Progress of the capture of a run; no view for a complete run.
+    """View of the progress of a capture, as an iterator of one view; of none if the run is complete.
 
     Arguments:
         folder: Folder of the run.
-        state: Its committed segments and claims.
+        state: Its numbers of finished segments, and of segments that are being computed.
     """
     if not state.is_whole or state.is_live:
         yield HarvestProgress(
@@ -81,8 +84,8 @@ def progress(folder: HeldFolder, state: Harvest) -> Iterator[HarvestProgress]:
         )
 
 
-def _facts(snapshot: Snapshot, folder: HeldFolder) -> Values:
-    """Model, dtypes, device and dates of a run; facts that were not recorded are omitted."""
+def _run_facts(snapshot: Snapshot, folder: HeldFolder) -> Values:
+    """List of a run's model, dtypes, device, size and dates; facts that were not recorded are left out."""
     assert folder.run is not None
     identity = folder.note("identity") or {}
     hooks = folder.note("hooks") or {}
@@ -98,73 +101,73 @@ def _facts(snapshot: Snapshot, folder: HeldFolder) -> Values:
         "device": folder.note("device"),
         "on disk": sized(folder.usage.bytes),
         "last written (UTC)": moment(folder.written),
-        # Notes are sorted by time; of the oldest one the date.
+        # Notes are sorted by time: the date of the oldest one.
         "first written": str(folder.notes[0].get("at", ""))[:10] if folder.notes else "",
     }
     pairs = tuple((name, str(value)) for name, value in values.items() if value)
-    return Values(pairs=pairs, caption=f"mizarr gc: it {snapshot.fate(folder)}.")
+    return Values(pairs=pairs, caption=f"If `mizarr gc` runs now, this run {snapshot.fate(folder)}.")
 
 
-def _hook_points(run: OpenedRun) -> View:
-    """Table of the declared variables with hook point, published layers, dims and bytes."""
-    published: dict[str, list[int | None]] = {}
+def _hook_points_table(run: OpenedRun) -> View:
+    """Table of the run's variables with hook point, finished layers, dims and bytes; a note if it has
+    none."""
+    finished_layers: dict[str, list[int | None]] = {}
     for variable, layer in run.entry.published():
-        published.setdefault(variable, []).append(layer)
+        finished_layers.setdefault(variable, []).append(layer)
     specs = run.entry.specs
     if not specs:
-        return Note(title="Hook points", text="None declared yet.")
+        return Note(title="Hook points", text="The capture has not stored anything yet.")
 
-    def size(name: str) -> float:
+    def n_bytes(name: str) -> float:
         spec = specs[name]
-        rows = float(run.entry.bounds(spec.packed)[-1]) * len(published.get(name, ()))
-        return rows * spec.row_bytes
+        n_rows = float(run.entry.bounds(spec.packed)[-1])
+        return n_rows * len(finished_layers.get(name, ())) * spec.row_bytes
 
     def layers(name: str) -> str:
-        published_layers = published.get(name)
-        if not published_layers:
+        if name not in finished_layers:
             return "none finished"
-        return ranges(sorted(layer for layer in published_layers if layer is not None)) or "–"
+        # "–" for a variable without layers, whose only entry is None.
+        return ranges(sorted(layer for layer in finished_layers[name] if layer is not None)) or "–"
+
+    def dims(name: str) -> str:
+        # The size of a dim that differs between prompts is not in `sizes`.
+        sizes = specs[name].sizes
+        return " × ".join(f"{dim} {sizes[dim]}" if dim in sizes else dim for dim in specs[name].dims)
 
     return Table.of(
         sorted(specs),
         ("variable", lambda name: name),
         ("hook point", lambda name: specs[name].hook.replace("{}", "*")),
         ("layers", layers),
-        ("dims", lambda name: " × ".join(_dims(specs[name].dims, specs[name].sizes))),
-        ("values take", size, sized),
+        ("dims", dims),
+        ("size uncompressed", n_bytes, sized),
         title="Hook points",
     )
 
 
-def _dims(dims: tuple[str, ...], sizes: Any) -> Iterator[str]:
-    """Each dim with its size, if it is fixed: "token", "hidden 64"."""
-    for dim in dims:
-        yield f"{dim} {sizes[dim]}" if dim in sizes else dim
-
-
-def _prompts(run: OpenedRun, rows: list[int], address: str, digest: str) -> Table:
-    """Table of consecutive prompts with links to their pages.
+def _prompts_table(run: OpenedRun, prompts: list[int], address: str, digest: str) -> Table:
+    """Table of consecutive prompts, each with a link to its page.
 
     Arguments:
         run: The run.
-        rows: Indices of the prompts.
+        prompts: Indices of the prompts.
         address: Address of the page that shows the table.
         digest: Digest of the run.
     """
     packed = run.entry.tokens
 
-    def text(row: int) -> str:
+    def text(prompt: int) -> str:
         if packed.texts is not None:
-            return cut(packed.texts[row], SHOWN) or "(empty)"
+            return cut(packed.texts[prompt], SHOWN) or "(empty)"
         # Without stored texts, the first 40 tokens are joined.
-        start = int(packed.row_start[row])
-        return cut(run.passage(range(start, start + min(40, int(packed.row_size[row])))), SHOWN)
+        start = int(packed.row_start[prompt])
+        return cut(run.passage(range(start, start + min(40, int(packed.row_size[prompt])))), SHOWN)
 
     return Table.of(
-        rows,
-        ("prompt", lambda row: linked(str(row), address, addresses.prompt(digest, row))),
-        ("tokens", lambda row: int(packed.row_size[row]), ",d"),
+        prompts,
+        ("prompt", lambda prompt: linked(str(prompt), address, addresses.prompt(digest, prompt))),
+        ("tokens", lambda prompt: int(packed.row_size[prompt]), ",d"),
         ("text", text),
         title="Prompts",
-        caption=f"Prompts {rows[0]:,} to {rows[-1]:,} of {packed.n_prompts:,}; long texts are shortened.",
+        caption=f"Prompts {prompts[0]:,} to {prompts[-1]:,} of {packed.n_prompts:,}; long texts are cut.",
     )

@@ -1,4 +1,4 @@
-"""Page that searches the prompts of all runs for a text; a long search is split over several pages."""
+"""Page that searches the prompts of all runs for a text; a long search continues on further pages."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["Hit", "SearchResult", "match_range", "search_page", "search_prompts"
 MOST = 100
 """Largest number of matching prompts per page."""
 SECONDS = 0.5
-"""Time limit of the search for one page in seconds; a link continues a longer search."""
+"""Time limit, in seconds, of the search for one page; a link continues an unfinished search."""
 AROUND = 70
-"""Number of characters shown before and after a match."""
+"""Number of characters of a prompt that the table shows before and after a match."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,19 @@ class Hit:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Matching prompts, and how much of the store was searched."""
+    """Prompts that contain the searched text, and how much of the store was searched."""
 
     hits: tuple[Hit, ...]
-    """The matching prompts."""
+    """The matching prompts, in the order of runs and prompts."""
     resume_at: tuple[int, int] | None
-    """(run index, prompt index) from which a following search continues; None at the end of the store."""
+    """(index of the run in `Snapshot.runs`, index of the prompt) where the search was interrupted and can be
+    continued; None if it reached the end of the store."""
     n_runs: int
     """Number of completely searched runs."""
     n_prompts: int
     """Number of searched prompts."""
     n_without_texts: int
-    """Number of runs that have no texts to search."""
+    """Number of runs that were skipped, because they have no texts or cannot be read."""
 
 
 def search_page(
@@ -67,9 +68,9 @@ def search_page(
     Arguments:
         snapshot: Content of the store.
         words: Text to search for, case-insensitive; "" shows the form only.
-        start: Indices of the run and the prompt at which to start.
-        is_static: Whether the page is written to a file. It then lists the first prompts of the store, and a
-            script filters them, as there is no server.
+        start: (index of the run, index of the prompt) at which the search starts.
+        is_static: Whether the page is written to a file. It then lists the first prompts of the store, which
+            a script filters, as there is no server to search.
     """
     address = addresses.SEARCH
     action = addresses.relative(address, addresses.SEARCH)
@@ -78,7 +79,7 @@ def search_page(
         # No time limit for a file: it has no link that continues the search. The text "" matches all prompts.
         seconds = float("inf") if is_static else SECONDS
         result = search_prompts(snapshot, words.strip(), start, seconds=seconds)
-        views += _result_views(result, address, words.strip(), is_static=is_static)
+        views += _matches_and_continuation(result, address, words.strip(), is_static=is_static)
     return Page(
         address=address,
         title=f"Prompts with {cut(words, 60)!r}" if words.strip() else "Search prompts",
@@ -91,13 +92,13 @@ def search_page(
 def search_prompts(
     snapshot: Snapshot, words: str, start: tuple[int, int] = (0, 0), *, seconds: float = SECONDS
 ) -> SearchResult:
-    """Search the texts of all prompts, case-insensitively.
+    """Search the texts of all prompts, case-insensitively, until the time is over or MOST prompts match.
 
     Arguments:
         snapshot: Content of the store.
         words: Text to search for.
-        start: Indices of the run and the prompt at which to start.
-        seconds: Time limit. The search also stops after MOST matches.
+        start: (index of the run, index of the prompt) at which the search starts.
+        seconds: Time limit of the search.
     """
     pattern, deadline = words.casefold(), time.monotonic() + seconds
     hits: list[Hit] = []
@@ -107,14 +108,14 @@ def search_prompts(
         folder = runs[run_index]
         try:
             texts = read_texts(snapshot.store.files, folder.data)
-        # A damaged run is counted as one without texts: it must not hide the matches in other runs.
+        # A damaged run is skipped like one without texts: it must not hide the matches in other runs.
         except MizarrError:
             texts = None
         if texts is None:
             n_without_texts += 1
             continue
         for prompt in range(start[1] if run_index == start[0] else 0, len(texts)):
-            # The clock is read for every 64th prompt only.
+            # The clock is read for every 64th prompt only, which is faster.
             if len(hits) == MOST or (prompt % 64 == 0 and time.monotonic() > deadline):
                 n_runs = run_index - start[0]
                 return SearchResult(tuple(hits), (run_index, prompt), n_runs, n_prompts, n_without_texts)
@@ -147,12 +148,15 @@ def match_range(text: str, pattern: str) -> tuple[int, int] | None:
     # Folding lengthens some characters ("ß" becomes "ss") and shortens none: equal lengths, equal offsets.
     if len(folded) == len(text) or not pattern:
         return start, stop
-    source = [i for i, character in enumerate(text) for _ in character.casefold()]
-    return source[start], source[stop - 1] + 1
+    # Offset in the text of each character of the folded text.
+    original_offset = [i for i, character in enumerate(text) for _ in character.casefold()]
+    return original_offset[start], original_offset[stop - 1] + 1
 
 
-def _result_views(result: SearchResult, address: str, words: str, *, is_static: bool) -> Iterator[View]:
-    """Table of the matching prompts, and the link that continues the search.
+def _matches_and_continuation(
+    result: SearchResult, address: str, words: str, *, is_static: bool
+) -> Iterator[View]:
+    """Table of the matching prompts, or a note without matches; then a link that continues the search.
 
     Arguments:
         result: Result of the search.
@@ -160,11 +164,13 @@ def _result_views(result: SearchResult, address: str, words: str, *, is_static: 
         words: The text that was searched for.
         is_static: Whether the page is written to a file.
     """
-    summary = f"{len(result.hits):,} found in {result.n_prompts:,} prompts of {result.n_runs:,} runs"
     if is_static:
-        summary = f"The first {len(result.hits):,} prompts of the store; mizarr browse searches all of them"
+        summary = f"The first {len(result.hits):,} prompts of the store; `mizarr browse` searches all of them"
+    else:
+        n_matches, n_prompts, n_runs = len(result.hits), result.n_prompts, result.n_runs
+        summary = f"{n_matches:,} of the {n_prompts:,} searched prompts in {n_runs:,} runs contain this text"
     if result.n_without_texts:
-        summary += f"; {result.n_without_texts:,} runs have no texts to search"
+        summary += f"; {result.n_without_texts:,} runs have no texts that could be searched"
     if result.hits:
         yield Table.of(
             result.hits,
@@ -174,7 +180,7 @@ def _result_views(result: SearchResult, address: str, words: str, *, is_static: 
             ),
             ("run", lambda hit: linked(hit.digest[:12], address, addresses.run(hit.digest))),
             ("model", lambda hit: hit.model),
-            ("text", _excerpt),
+            ("text around the match", _excerpt),
             caption=f"{summary}.",
         )
     else:
@@ -186,7 +192,7 @@ def _result_views(result: SearchResult, address: str, words: str, *, is_static: 
 
 
 def _excerpt(hit: Hit) -> tuple[Styled, ...]:
-    """The text around a match, with the match in bold."""
+    """The text before, in and after a match, with the match in bold; "…" marks a cut."""
     before = ("…" if hit.start > AROUND else "") + hit.text[max(0, hit.start - AROUND) : hit.start]
     match = hit.text[hit.start : hit.stop]
     after = hit.text[hit.stop : hit.stop + AROUND]

@@ -1,4 +1,5 @@
-"""The first page: totals, models, newest runs and results of a store; and the pages of the complete lists."""
+"""The first page about a store: totals, models, newest runs and results; and the pages of the complete
+lists."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 from ....store.upkeep.listing import model_label
 from ...holdings import AskedQuestion, HeldFolder, Removal, Snapshot
-from ...views import Note, Table, Values, View, dim
+from ...views import Note, Styled, Table, Values, View, dim
 from .. import addresses
 from ..opened import harvest
 from ..page import HarvestProgress, Link, Links, Page, SearchForm
@@ -16,18 +17,18 @@ from .parts import cut, digest_of, home, linked, moment, page_of, results_table,
 __all__ = ["PER_PAGE", "harvests", "listing", "lists", "progress_text", "reading", "store_page"]
 
 FIRST, PER_PAGE = 20, 100
-"""Number of rows of a list on the first page, and on each page of the complete list."""
+"""Number of rows of a table on the first page, and on each page of a complete list."""
 _TITLES = {
     "questions": "Computed workflows",
     "runs": "Runs",
     "results": "Results",
     "cells": "Partial results",
 }
-"""Headings of the lists."""
+"""Name of a list in addresses -> its heading."""
 SETTINGS = 120
 """Largest number of characters of a workflow's settings in a table."""
 LOOKED_AT = 8
-"""Number of the most recently written runs that are checked for a capture in progress."""
+"""Captures in progress are looked for among this many runs, the most recently written ones."""
 
 
 def store_page(snapshot: Snapshot) -> Page:
@@ -42,26 +43,31 @@ def store_page(snapshot: Snapshot) -> Page:
             ("results", f"{len(results):,}"),
             ("on disk", sized(sum(folder.usage.bytes for folder in snapshot.folders.values()))),
         ),
-        caption=_freed(snapshot),
+        caption=_deletable_bytes(snapshot),
     )
     views: list[View] = [
         SearchForm(action=addresses.relative(address, addresses.SEARCH)),
         values,
         *reading(snapshot),
         *harvests(snapshot, address),
-        *_damaged(snapshot),
+        *_damage_note(snapshot),
     ]
     if snapshot.runs:
+        # Without the runs that workflows captured for themselves.
         runs = snapshot.asked_runs
-        views.append(_models(snapshot))
-        views.append(runs_table(runs[:FIRST], address, title="Captured runs", caption=_shown_rows(len(runs))))
+        views.append(_models_table(snapshot))
+        caption = _rows_caption(len(runs))
+        views.append(runs_table(runs[:FIRST], address, title="Captured runs", caption=caption))
     else:
-        views.append(Note(title="Captured runs", text="None yet: `mizarr capture MODEL PROMPTS` makes one."))
+        text = "There are none yet: `mizarr capture MODEL PROMPTS` captures one."
+        views.append(Note(title="Captured runs", text=text))
     if questions := snapshot.questions:
-        caption = _shown_rows(len(questions))
-        views.append(_questions(questions[:FIRST], address, title=_TITLES["questions"], caption=caption))
+        caption = _rows_caption(len(questions))
+        views.append(
+            _workflows_table(questions[:FIRST], address, title=_TITLES["questions"], caption=caption)
+        )
     if other_results := snapshot.other_results:
-        caption = _shown_rows(len(other_results))
+        caption = f"Results that belong to no workflow. {_rows_caption(len(other_results))}"
         views.append(
             results_table(snapshot, other_results[:FIRST], address, title="Other results", caption=caption)
         )
@@ -76,7 +82,7 @@ def store_page(snapshot: Snapshot) -> Page:
 
 
 def lists(snapshot: Snapshot) -> dict[str, list[Any]]:
-    """The complete lists by name: "questions" holds `AskedQuestion`, the other lists `HeldFolder`."""
+    """Name of a list -> all its entries: "questions" holds `AskedQuestion`, the other lists `HeldFolder`."""
     return {
         "questions": snapshot.questions,
         "runs": snapshot.runs,
@@ -86,11 +92,11 @@ def lists(snapshot: Snapshot) -> dict[str, list[Any]]:
 
 
 def listing(snapshot: Snapshot, name: str, number: int) -> Page | None:
-    """Page of a complete list.
+    """A page of a complete list.
 
     Arguments:
         snapshot: Content of the store.
-        name: Key of `lists`.
+        name: Name of the list, a key of `lists`.
         number: Number of the page, from 1.
 
     Returns:
@@ -103,33 +109,39 @@ def listing(snapshot: Snapshot, name: str, number: int) -> Page | None:
     if not page_items and number != 1:
         return None
     if name == "questions":
-        table = _questions(page_items, address)
+        table = _workflows_table(page_items, address)
     elif name == "runs":
         table = runs_table(page_items, address)
     else:
         table = results_table(snapshot, page_items, address)
-    views = [view for view in (links, table, links) if view is not None]
+    # Navigation above the table, and below a long one.
+    below = links if len(page_items) > FIRST else None
     return Page(
         address=address,
         title=f"{_TITLES[name]}, {len(items):,}",
         over="mizarr store",
         up=(home(address),),
-        # A short page has its links above the table only.
-        views=tuple(views if len(page_items) > FIRST else views[:2] if links else views),
+        views=tuple(view for view in (links, table, below) if view is not None),
     )
 
 
 def reading(snapshot: Snapshot) -> Iterator[HarvestProgress]:
-    """Progress of reading the store after the server has started; no view once all entries are read."""
+    """View of the progress of reading the store, which begins when the server starts; none once all is
+    read."""
     if snapshot.unread:
         n_read, total = len(snapshot.folders), len(snapshot.folders) + snapshot.unread
-        text = f"{n_read:,} of {total:,} runs and results so far, the newest first"
+        text = f"{n_read:,} of {total:,} runs and results have been read, the newest first"
         yield HarvestProgress(name="Reading the store", done=n_read, claimed=0, total=total, told=text)
 
 
 def harvests(snapshot: Snapshot, address: str) -> Iterator[HarvestProgress]:
-    """Progress of the captures that a process is working on, among the LOOKED_AT last written runs."""
-    # Not all runs: the segments of each are listed, and a store may hold thousands of runs.
+    """Views of the progress of captures that a process is working on now.
+
+    Arguments:
+        snapshot: Content of the store.
+        address: Address of the page that shows the progress.
+    """
+    # Not all runs: the segments of each run are listed, and a store may hold thousands of runs.
     for folder in [folder for folder in snapshot.runs if folder.run][:LOOKED_AT]:
         assert folder.run is not None
         state = harvest(snapshot.store, folder)
@@ -146,71 +158,86 @@ def harvests(snapshot: Snapshot, address: str) -> Iterator[HarvestProgress]:
 
 
 def progress_text(done: int, total: int, claimed: int, tokens: int) -> str:
-    """Progress of a capture in words; arguments as the fields of `Harvest`."""
-    committed = f"{done:,} of {total:,} segments committed ({tokens:,} tokens)"
+    """Progress of a capture as a sentence.
+
+    Arguments:
+        done: Number of complete segments of the run.
+        total: Number of segments of the run.
+        claimed: Number of segments that a process is computing now.
+        tokens: Number of tokens in complete segments.
+    """
+    stored = f"{done:,} of {total:,} segments stored ({tokens:,} tokens)"
     if claimed:
-        return f"{committed}, {claimed:,} being computed"
+        return f"{stored}, {claimed:,} being computed"
     if done == total:
-        return committed
-    return f"{committed}; no process is capturing it, the same `mizarr capture` command continues it"
+        return stored
+    return f"{stored}; no process is capturing this run: the same `mizarr capture` command continues it"
 
 
-def _models(snapshot: Snapshot) -> Table:
-    """Table of models, grouped by name and by digest of weights and configuration, as names can repeat."""
+def _models_table(snapshot: Snapshot) -> Table:
+    """Table with one row per model: its runs, prompts, tokens, size on disk and captured hook points."""
+    # By name and by digest of weights and configuration, as different models may have the same name.
     groups: dict[tuple[str, str], list[HeldFolder]] = {}
     for folder in snapshot.runs:
         if folder.run is not None:
             groups.setdefault((folder.run.model, folder.model), []).append(folder)
     rows = sorted(groups.items(), key=lambda group: -sum(folder.usage.bytes for folder in group[1]))
 
-    def hooks(group: Sequence[HeldFolder]) -> str:
-        names = {
-            hook.partition(" ")[0] for folder in group for hook in (folder.run.hooks if folder.run else ())
-        }
-        return ", ".join(sorted(names)) or "none finished"
+    def hooks(runs: Sequence[HeldFolder]) -> str:
+        # A hook is "resid_post 0-5": the name without its layers.
+        hooks = [hook for folder in runs for hook in (folder.run.hooks if folder.run else ())]
+        return ", ".join(sorted({hook.partition(" ")[0] for hook in hooks})) or "none finished"
 
+    # A row is ((name, digest), folders of the model's runs).
     return Table.of(
         rows,
         ("model", lambda row: model_label(row[0][0])),
-        ("digest", lambda row: dim(row[0][1][:12])),
+        ("digest of the weights", lambda row: dim(row[0][1][:12])),
         ("runs", lambda row: len(row[1]), ",d"),
         ("prompts", lambda row: sum(folder.run.prompts for folder in row[1] if folder.run), ",d"),
         ("tokens", lambda row: sum(folder.run.tokens for folder in row[1] if folder.run), ",d"),
         ("on disk", lambda row: sum(folder.usage.bytes for folder in row[1]), sized),
-        ("hook points", lambda row: hooks(row[1])),
+        ("captured hook points", lambda row: hooks(row[1])),
         title="Models",
     )
 
 
-def _questions(
+def _workflows_table(
     questions: Sequence[AskedQuestion], address: str, *, title: str = "", caption: str = ""
 ) -> Table:
-    """Table of computed workflows with links from the page at `address` to their pages."""
+    """Table with one row per computed workflow, which links to the page of the workflow.
+
+    Arguments:
+        questions: The computed workflows with their settings.
+        address: Address of the page that shows the table.
+        title: Title of the table.
+        caption: Caption of the table.
+    """
+
+    def name(computed: AskedQuestion) -> Styled:
+        question = computed.question
+        return linked(question.workflow, address, addresses.question(question.digest))
+
     return Table.of(
         questions,
-        (
-            "workflow",
-            lambda computed: linked(
-                computed.question.workflow, address, addresses.question(computed.question.digest)
-            ),
-        ),
+        ("workflow", name),
         ("model", lambda computed: model_label(computed.question.model)),
         ("settings", lambda computed: cut(computed.question.settings_line, SETTINGS)),
         ("results", lambda computed: len(computed.results), ",d"),
         ("on disk", lambda computed: computed.bytes, sized),
-        ("asked (UTC)", lambda computed: moment(computed.question.at)),
+        ("requested (UTC)", lambda computed: moment(computed.question.at)),
         title=title,
         caption=caption,
     )
 
 
-def _shown_rows(count: int) -> str:
-    """Caption of a list on the first page: which of its `count` entries are shown."""
+def _rows_caption(count: int) -> str:
+    """Caption of a table on the first page: which entries of a list of `count` it shows."""
     return f"All {count:,}, newest first." if count <= FIRST else f"The newest {FIRST} of {count:,}."
 
 
 def _list_links(snapshot: Snapshot, address: str) -> Links:
-    """Links to the complete lists."""
+    """View of links to the complete lists, with the number of their entries."""
     links = [
         Link(
             f"all {len(items):,} {_TITLES[name].lower()}",
@@ -219,28 +246,30 @@ def _list_links(snapshot: Snapshot, address: str) -> Links:
         for name, items in lists(snapshot).items()
         if items
     ]
-    caption = (
-        "An interrupted computation continues from its partial results." if lists(snapshot)["cells"] else ""
-    )
-    return Links(title="Everything", links=tuple(links), caption=caption)
+    has_partial_results = bool(lists(snapshot)["cells"])
+    caption = "An interrupted computation continues from its partial results." if has_partial_results else ""
+    return Links(title="Complete lists", links=tuple(links), caption=caption)
 
 
-def _freed(snapshot: Snapshot) -> str:
-    """Sentence with the bytes that `mizarr gc` would free now, and at most with a quota."""
+def _deletable_bytes(snapshot: Snapshot) -> str:
+    """Sentence with the sizes of the data that `mizarr gc` would delete without and with a quota."""
 
     def total_bytes(removal: Removal) -> str:
         folders = [folder for folder in snapshot.folders.values() if snapshot.removal(folder) == removal]
         return sized(sum(folder.usage.bytes for folder in folders))
 
     now, with_quota = total_bytes("now"), total_bytes("with a quota")
-    return f"mizarr gc would free {now} now, and with a quota up to {with_quota} more."
+    return (
+        f"`mizarr gc` would delete {now} of unfinished data; `mizarr gc --quota SIZE`, at most {with_quota} "
+        "more."
+    )
 
 
-def _damaged(snapshot: Snapshot) -> Iterator[Note]:
-    """Note with the first three damaged entries; no view if there are none."""
+def _damage_note(snapshot: Snapshot) -> Iterator[Note]:
+    """Note that names the first three damaged entries, as an iterator of one view; of none without damage."""
     if snapshot.damaged:
         examples = "; ".join(snapshot.damaged[:3])
         yield Note(
-            title=f"{len(snapshot.damaged)} unreadable",
-            text=f"{examples}. They are not listed on these pages; `mizarr verify` lists damaged files.",
+            title=f"{len(snapshot.damaged)} damaged runs or results",
+            text=f"{examples}. These pages do not list them; `mizarr verify` lists the damaged files.",
         )

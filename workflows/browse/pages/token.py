@@ -1,8 +1,8 @@
 """Page of a token: its position, activation norms, most similar tokens, logit lens and active features.
 
-Everything is read from the store: norms and similar tokens from stored activations; the logit lens needs a
-stored readout (final norm and unembedding) of the model, features a stored encoding of the run by a
-dictionary.
+Everything is read from the store, and no model is run: norms and similar tokens need stored activations; the
+logit lens also needs a stored readout of the model (final norm and unembedding); features need a stored
+encoding of the run's activations by a feature dictionary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ....stages.logits.lens import format_probability, format_token, logits
 from ....store import Store
 from ....store.errors import MizarrError
 from ...holdings import HeldFolder, Snapshot
-from ...views import Choice, Line, Lines, Note, Table, Values, View, dim
+from ...views import Choice, Line, Lines, Note, Styled, Table, Values, View, dim
 from .. import addresses
 from ..opened import OpenedRun, open_run
 from ..page import Link, Page
@@ -34,29 +34,29 @@ if TYPE_CHECKING:
 __all__ = ["token_page"]
 
 AROUND = 20
-"""Number of tokens shown before and after the token."""
+"""Number of tokens shown before and after the token of the page."""
 CURVES = 8
-"""Largest number of variables whose norms are drawn."""
+"""Largest number of variables, such as "resid_post", whose norms a page draws."""
 READOUT_BYTES = 192 << 20
-"""Largest readout, in bytes, that is read for a page."""
+"""Largest readout (final norm and unembedding), in bytes, that is read to show a page."""
 LISTED = 5
-"""Number of most likely tokens per layer of the logit lens."""
+"""Number of most likely next tokens that the logit lens lists per layer."""
 FEATURES = 12
 """Largest number of active features listed per dictionary and layer."""
 _DIGEST = re.compile("[0-9a-f]{64}")
 SINK = " In many models the first token is an attention sink: its norms may be 100 times those of others."
-"""Appended to the caption of norms at position 0."""
+"""Sentence added to the caption of the norms at position 0."""
 STREAM = ("resid_post", "resid_pre", "resid_mid")
-"""Variables of the residual stream; the first stored one is compared for similar tokens."""
+"""Variables of the residual stream; similar tokens are compared by the first of them that is stored."""
 
 
 def token_page(snapshot: Snapshot, folder: HeldFolder, token: int) -> Page | None:
-    """Page of a token.
+    """Page of a token: what the store knows of its activations.
 
     Arguments:
         snapshot: Content of the store.
         folder: Folder of the run.
-        token: Index of the token along the packed axis of the run.
+        token: Packed index of the token: its index among the tokens of all prompts of the run, in order.
 
     Returns:
         The page; None if the run has fewer tokens.
@@ -71,23 +71,19 @@ def token_page(snapshot: Snapshot, folder: HeldFolder, token: int) -> Page | Non
     row, position = packed.row(prompt), token - packed.row(prompt).start
     (text,) = run.texts([token])
     variables = run.per_token()
+    start, stop = max(row.start, token - AROUND), min(row.stop, token + AROUND + 1)
     views: list[View] = [
-        token_links(
-            run,
-            address,
-            max(row.start, token - AROUND),
-            min(row.stop, token + AROUND + 1),
-            token,
-            title="In its prompt",
-        ),
+        token_links(run, address, start, stop, token, title="The token in its prompt"),
         _position_facts(run, token, prompt, position, row.stop - row.start),
     ]
     if variables:
-        views += [*_norms(run, variables, token, position), *_neighbours(run, variables, token, address)]
-        views += [_lens(snapshot, run, variables, token), _features(snapshot, run, token, address)]
+        views += _norms(run, variables, token, position)
+        views += _similar_tokens(run, variables, token, address)
+        views += [_lens(snapshot, run, variables, token), _active_features(snapshot, run, token, address)]
     else:
-        views.append(Note(title="States", text="Nothing with a row for each token is published of this run."))
-    # Of the pages of the prompt's tokens the one that shows this token.
+        text = "The run has no completely captured variable with a value for each token."
+        views.append(Note(title="Activations", text=text))
+    # The page of the prompt that shows this token.
     page = addresses.prompt(digest, prompt, 1 + position // PER_PAGE)
     return Page(
         address=address,
@@ -103,11 +99,11 @@ def token_page(snapshot: Snapshot, folder: HeldFolder, token: int) -> Page | Non
 
 
 def _position_facts(run: OpenedRun, token: int, prompt: int, position: int, length: int) -> Values:
-    """Position of a token in its prompt and run, its id, and its character offsets if they are stored.
+    """List of a token's position in its prompt and run, its id, and its character offsets if they are stored.
 
     Arguments:
         run: The run.
-        token: Index of the token along the packed axis.
+        token: Packed index of the token.
         prompt: Index of its prompt.
         position: Position of the token in the prompt.
         length: Number of tokens of the prompt.
@@ -128,18 +124,19 @@ def _position_facts(run: OpenedRun, token: int, prompt: int, position: int, leng
 def _norms(
     run: OpenedRun, variables: dict[str, list[int | None]], token: int, position: int
 ) -> Iterator[View]:
-    """Norms of a token's activations: curves over layers, and a list of variables without layers.
+    """Norms of a token's activations: one curve over layers per variable, and a list of the other variables.
 
     Arguments:
         run: The run.
-        variables: Stored variables with a row per token -> their layers.
-        token: Index of the token along the packed axis.
+        variables: Stored variable with a value per token -> its layers.
+        token: Packed index of the token.
         position: Position of the token in its prompt; at 0 the caption mentions attention sinks.
     """
+    # `tail` is the shape of a token's value: () for a single number, which has no norm.
     layered = {
         name: layers for name, layers in variables.items() if None not in layers and run.spec(name).tail
     }
-    flat = [name for name in variables if name not in layered]
+    others = [name for name in variables if name not in layered]
     if layered:
         # False sorts before True: the residual stream comes first.
         names = sorted(layered, key=lambda name: (name not in STREAM, name))[:CURVES]
@@ -160,24 +157,26 @@ def _norms(
             y_name="norm",
             low=0.0,
         )
-    if flat:
+    if others:
         pairs = []
-        for name in flat:
+        for name in others:
+            # One column: the only token; a number, or the norm of a vector, per layer.
             (values,) = run.norms(name, variables[name], token, token + 1).T
             label = f"norm of {name}" if run.spec(name).tail else name
             pairs.append((label, ", ".join(f"{value:.4g}" for value in values)))
-        yield Values(title="Without layers" if layered else "Stored", pairs=tuple(pairs))
+        title = "Other stored values of this token" if layered else "Stored values of this token"
+        yield Values(title=title, pairs=tuple(pairs))
 
 
-def _neighbours(
+def _similar_tokens(
     run: OpenedRun, variables: dict[str, list[int | None]], token: int, address: str
 ) -> Iterator[View]:
-    """Most similar tokens at the middle and the last stored layer; no view if no vectors are stored.
+    """The tokens most similar to one, at the middle and the last stored layer; no view without vectors.
 
     Arguments:
         run: The run.
-        variables: Stored variables with a row per token -> their layers.
-        token: Index of the token along the packed axis.
+        variables: Stored variable with a value per token -> its layers.
+        token: Packed index of the token.
         address: Address of the page.
     """
     # A single number has no direction to compare.
@@ -189,7 +188,10 @@ def _neighbours(
     # Without duplicates, in order: with one or two layers the middle one is the last.
     compared_layers = list(dict.fromkeys([layers[len(layers) // 2], layers[-1]]))
     options = [
-        ("all" if layer is None else f"layer {layer}", _similar(run, variable, layer, token, address))
+        (
+            "all" if layer is None else f"layer {layer}",
+            _similarity_table(run, variable, layer, token, address),
+        )
         for layer in compared_layers
     ]
     # The last stored layer is shown first.
@@ -198,14 +200,14 @@ def _neighbours(
     )
 
 
-def _similar(run: OpenedRun, variable: str, layer: int | None, token: int, address: str) -> Table:
+def _similarity_table(run: OpenedRun, variable: str, layer: int | None, token: int, address: str) -> Table:
     """Table of the tokens most similar to one, with the median similarity in the caption.
 
     Arguments:
         run: The run.
-        variable: Stored variable that is compared.
-        layer: Layer of the variable; None if it has none.
-        token: Index of the token along the packed axis.
+        variable: Stored variable whose vectors are compared.
+        layer: Layer of the variable; None if it has no layers.
+        token: Packed index of the token.
         address: Address of the page.
     """
     similar, packed = most_similar(run, variable, layer, token), run.entry.tokens
@@ -222,27 +224,23 @@ def _similar(run: OpenedRun, variable: str, layer: int | None, token: int, addre
     return Table.of(
         rows,
         ("token", lambda row: linked(f"'{row['text']}'", address, addresses.token(digest, row["token"]))),
-        ("cosine", "cosine", ".4f"),
-        ("in", lambda row: (dim(_before(run, row["token"])), row["text"], dim(_after(run, row["token"])))),
+        ("cosine similarity", "cosine", ".4f"),
+        ("in context", lambda row: _in_context(run, row["token"], row["text"])),
         (
             "prompt",
             lambda row: linked(f"{row['prompt']:,}", address, addresses.prompt(digest, row["prompt"])),
         ),
-        caption=f"Cosine similarity to the stored activation of this token: the most similar of {compared}; "
-        f"the median over the compared tokens is {similar.median:.4f}.",
+        caption="The tokens whose stored activations have the highest cosine similarity to that of this "
+        f"token, among {compared}. The median similarity of the compared tokens is {similar.median:.4f}.",
     )
 
 
-def _before(run: OpenedRun, token: int) -> str:
-    """Text of at most four preceding tokens of the same prompt."""
-    start = int(run.entry.tokens.row_start[int(run.entry.tokens.prompt_of(token))])
-    return run.passage(range(max(start, token - 4), token))
-
-
-def _after(run: OpenedRun, token: int) -> str:
-    """Text of at most three following tokens of the same prompt."""
+def _in_context(run: OpenedRun, token: int, text: str) -> tuple[Styled, str, Styled]:
+    """Text of a token between four preceding and three following tokens of its prompt, which are dimmed."""
     row = run.entry.tokens.row(int(run.entry.tokens.prompt_of(token)))
-    return run.passage(range(token + 1, min(row.stop, token + 4)))
+    before = run.passage(range(max(row.start, token - 4), token))
+    after = run.passage(range(token + 1, min(row.stop, token + 4)))
+    return dim(before), text, dim(after)
 
 
 def _lens(snapshot: Snapshot, run: OpenedRun, variables: dict[str, list[int | None]], token: int) -> View:
@@ -251,8 +249,8 @@ def _lens(snapshot: Snapshot, run: OpenedRun, variables: dict[str, list[int | No
     Arguments:
         snapshot: Content of the store.
         run: The run.
-        variables: Stored variables with a row per token -> their layers.
-        token: Index of the token along the packed axis.
+        variables: Stored variable with a value per token -> its layers.
+        token: Packed index of the token.
 
     Returns:
         A table, or a note that says what is missing.
@@ -260,18 +258,25 @@ def _lens(snapshot: Snapshot, run: OpenedRun, variables: dict[str, list[int | No
     title = "Logit lens"
     layers = [layer for layer in variables.get("resid_post", ()) if layer is not None]
     if not layers:
-        return Note(title=title, text="Needs resid_post, which is not published in this run.")
+        text = "The logit lens needs the residual stream (resid_post), which this run does not hold."
+        return Note(title=title, text=text)
     readout = _readout_of(snapshot, run.folder)
     if readout is None:
-        hint = "The readout of this model is not in the store. `mizarr compute logit_lens` stores it."
-        return Note(title=title, text=hint)
+        text = (
+            "The logit lens needs the final norm and unembedding of the model, which are not in the store; "
+            "`mizarr compute logit_lens` stores them."
+        )
+        return Note(title=title, text=text)
     if (size := readout.usage.bytes) > READOUT_BYTES:
-        hint = f"The readout takes {sized(size)}; a page reads {sized(READOUT_BYTES)} at most. "
-        return Note(title=title, text=f"{hint}`mizarr compute logit_lens` reads it.")
+        text = (
+            f"The final norm and unembedding of the model take {sized(size)}; a page reads at most "
+            f"{sized(READOUT_BYTES)}. `mizarr compute logit_lens` has no such limit."
+        )
+        return Note(title=title, text=text)
     try:
-        table = _read_readout(snapshot.store.address, readout.records[0].key)
+        unembedding = _read_readout(snapshot.store.address, readout.records[0].key)
         states = np.stack([run.rows("resid_post", layer, token, token + 1)[0] for layer in layers])
-        rows = _predictions(states, layers, table)
+        rows = _predictions(states, layers, unembedding)
     except MizarrError as error:
         return Note(title=title, text=str(error))
     columns = [
@@ -280,37 +285,37 @@ def _lens(snapshot: Snapshot, run: OpenedRun, variables: dict[str, list[int | No
         for rank in range(1, LISTED + 1)
     ]
     caption = (
-        "Next-token prediction if the final norm and unembedding are applied after each layer. "
-        "Descriptive: it shows what can be read from a layer, not what later layers use. "
-        f"{_next_token_sentence(run, token)}"
+        f"The {LISTED} most likely next tokens, with their probabilities, if the final norm and unembedding "
+        "are applied to the residual stream after each layer. Descriptive: it shows what can be read from a "
+        f"layer, not what later layers use. {_next_token_sentence(run, token)}"
     )
     # The last layer is on top, as in a logit lens.
     return Table.of(rows[::-1], ("layer", lambda row: row[0], "d"), *columns, title=title, caption=caption)
 
 
 def _predictions(states: Any, layers: list[int], readout: xr.Dataset) -> list[tuple[int, list[Any]]]:
-    """Most likely tokens after each layer.
+    """The LISTED most likely next tokens by the logit lens after each layer.
 
     Arguments:
-        states: Residual stream of one token, float32 [layer, hidden].
+        states: Residual stream of one token after each layer, float32 [layer, hidden].
         layers: Layer numbers.
-        readout: Stored readout of the model.
+        readout: Final norm and unembedding of the model.
 
     Returns:
-        (layer, cells) of each layer; a cell is the token's text and its probability.
+        (layer, table cells) of each layer; a cell is (text of the token, its probability).
     """
     import xarray as xr
 
     scores = logits(xr.DataArray(states, dims=("layer", "hidden")), readout).values.astype(np.float64)
-    # Softmax; the maximum is subtracted so that exp does not overflow.
-    shares = np.exp(scores - scores.max(axis=1, keepdims=True))
-    shares /= shares.sum(axis=1, keepdims=True)
-    words, rows = readout["token"].values, []
-    for layer, probabilities in zip(layers, shares, strict=True):
+    # Softmax over the vocabulary; the maximum is subtracted so that exp does not overflow.
+    probabilities = np.exp(scores - scores.max(axis=1, keepdims=True))
+    probabilities /= probabilities.sum(axis=1, keepdims=True)
+    vocabulary, rows = readout["token"].values, []
+    for layer, probability in zip(layers, probabilities, strict=True):
         # A stable sort lists equal probabilities by token id, so that a page is always the same.
-        best = np.argsort(-probabilities, kind="stable")[:LISTED]
+        best = np.argsort(-probability, kind="stable")[:LISTED]
         cells = [
-            (f"'{format_token(str(words[i]))}'", dim(f"  {format_probability(float(probabilities[i]))}"))
+            (f"'{format_token(str(vocabulary[i]))}'", dim(f"  {format_probability(float(probability[i]))}"))
             for i in best
         ]
         rows.append((layer, cells))
@@ -318,17 +323,19 @@ def _predictions(states: Any, layers: list[int], readout: xr.Dataset) -> list[tu
 
 
 def _next_token_sentence(run: OpenedRun, token: int) -> str:
-    """Sentence that names the token which follows in the prompt."""
+    """Sentence that says which token actually follows in the prompt."""
     row = run.entry.tokens.row(int(run.entry.tokens.prompt_of(token)))
     if token + 1 >= row.stop:
         return "The prompt ends after this token."
-    return f"In the prompt '{run.texts([token + 1])[0]}' follows."
+    return f"The token that follows in the prompt is '{run.texts([token + 1])[0]}'."
 
 
 def _readout_of(snapshot: Snapshot, folder: HeldFolder) -> HeldFolder | None:
-    """Stored readout of a run's model: same weights and configuration, preferably in the same dtype.
+    """Stored readout (final norm and unembedding) of a run's model, preferably in the run's dtype.
 
-    None if the store has no such readout, or if the run has no model identity (an import).
+    Returns:
+        Folder of the readout; None if the store has no readout of a model with the same weights and
+        configuration, or if the run is an import, whose model is not known.
     """
     identity = folder.note("identity")
     if not identity:
@@ -340,72 +347,81 @@ def _readout_of(snapshot: Snapshot, folder: HeldFolder) -> HeldFolder | None:
             if (params.get("weights"), params.get("config")) == (identity["weights"], identity["config"]):
                 # The folder, which is unique, breaks ties: a `HeldFolder` has no order.
                 candidates.append((params.get("dtype") != identity["dtype"], result.data, result))
-    # False sorts before True: a readout of the run's dtype comes first.
+    # False sorts before True: a readout in the run's dtype comes first.
     return min(candidates)[2] if candidates else None
 
 
-# The table may have a gigabyte: only one is kept.
+# A readout may take a gigabyte: only one is kept in memory.
 @lru_cache(maxsize=1)
 def _read_readout(address: str, key: str) -> xr.Dataset:
-    """Load a stored readout into memory; the last one is cached. address: of the store."""
+    """Load a stored readout into memory; the last one is cached.
+
+    Arguments:
+        address: Path or URL of the store.
+        key: Key of the readout.
+    """
     from ....store import open_store
 
     return open_store(address, mode="r").open_result(key).load()
 
 
-def _features(snapshot: Snapshot, run: OpenedRun, token: int, address: str) -> View:
-    """Active dictionary features at a token, one table per stored encoding of the run, or a note.
+def _active_features(snapshot: Snapshot, run: OpenedRun, token: int, address: str) -> View:
+    """Dictionary features that are active at a token: a table per stored encoding of the run, or a note.
 
     Arguments:
         snapshot: Content of the store.
         run: The run.
-        token: Index of the token along the packed axis.
+        token: Packed index of the token.
         address: Address of the page.
     """
     options = []
     for result in snapshot.made_of(run.folder):
+        # An encoding is the result of a stage whose name begins like this.
         if result.label.startswith("encode_") and not result.is_cell:
-            layer_and_table = _active(snapshot.store, run, result, token, address)
+            layer_and_table = _features_table(snapshot.store, run, result, token, address)
             if layer_and_table is not None:
                 layer, table = layer_and_table
-                options.append((f"{_dictionary(result)}, layer {layer}", table))
+                dictionary = _dictionary_digest(result) or result.label
+                options.append((f"{dictionary[:8]}, layer {layer}", table))
     if not options:
-        hint = "The store has no encoding of this run by a dictionary. `mizarr.encode_corpus` computes one."
-        return Note(title="Active features", text=hint)
+        text = (
+            "The store has no encoding of this run's activations by a feature dictionary; "
+            "`mizarr.encode_corpus` computes one."
+        )
+        return Note(title="Active features", text=text)
     return Choice(title="Active features", name="dictionary", options=tuple(options))
 
 
-def _dictionary(folder: HeldFolder) -> str:
-    """Start of the digest of an encoding's dictionary."""
-    params = (folder.note("request") or {}).get("params", {})
-    return str(params.get("features", folder.label))[:8]
+def _dictionary_digest(encoding: HeldFolder) -> str:
+    """Digest of the feature dictionary of a stored encoding; "" if it was not noted."""
+    return str((encoding.note("request") or {}).get("params", {}).get("features", ""))
 
 
-def _feature_labels(store: Store, folder: HeldFolder) -> dict[str, str]:
-    """Feature name such as "L3:204" -> label, of the labelled features of an encoding's dictionary."""
-    identity = str((folder.note("request") or {}).get("params", {}).get("features", ""))
-    # The identity comes from a stored note and becomes part of a path: only a digest is accepted.
-    if not _DIGEST.fullmatch(identity):
+def _feature_labels(store: Store, encoding: HeldFolder) -> dict[str, str]:
+    """Feature name such as "L3:204" -> label that a person gave, for the dictionary of a stored encoding."""
+    digest = _dictionary_digest(encoding)
+    # The digest comes from a stored note and becomes part of a path: nothing else is accepted.
+    if not _DIGEST.fullmatch(digest):
         return {}
-    return {str(feature): label.text for feature, label in labels_under(store, identity).items()}
+    return {str(feature): label.text for feature, label in labels_under(store, digest).items()}
 
 
-def _active(
-    store: Store, run: OpenedRun, folder: HeldFolder, token: int, address: str
+def _features_table(
+    store: Store, run: OpenedRun, encoding: HeldFolder, token: int, address: str
 ) -> tuple[str, Table] | None:
-    """Features of one encoding that are active at a token.
+    """Table of the features of one stored encoding that are active at a token.
 
     Arguments:
         store: The store.
         run: The run.
-        folder: Folder of the encoding.
-        token: Index of the token along the packed axis.
+        encoding: Folder of the encoding.
+        token: Packed index of the token.
         address: Address of the page.
 
     Returns:
-        (layer, table of the strongest features); None if the encoding is of other tokens than the run.
+        (layer, table of the strongest features); None if other tokens than those of the run were encoded.
     """
-    encoded = store.open_result(folder.records[0])
+    encoded = store.open_result(encoding.records[0])
     packed = run.entry.tokens
     # token_ptr has one entry more than there are tokens: another length means that other tokens were encoded.
     if encoded.sizes.get("edge") != packed.n_tokens + 1:
@@ -415,17 +431,18 @@ def _active(
     # Compressed sparse rows: token_ptr[i] to token_ptr[i + 1] are the active features of token i.
     start, stop = (int(value) for value in encoded["token_ptr"][token : token + 2].values)
     active = encoded.isel(active=slice(start, stop))
-    feature, value = active["feature"].values, active["value"].values
-    best = np.argsort(-value, kind="stable")[:FEATURES]
+    feature, activation = active["feature"].values, active["value"].values
+    strongest = np.argsort(-activation, kind="stable")[:FEATURES]
     layer = str(int(encoded["layer"])) if "layer" in encoded.coords else "–"
-    record, feature_labels = folder.records[0], _feature_labels(store, folder)
-    labels = [feature_labels.get(f"L{layer}:{feature[i]}", "") for i in best]
+    record, feature_labels = encoding.records[0], _feature_labels(store, encoding)
+    labels = [feature_labels.get(f"L{layer}:{feature[i]}", "") for i in strongest]
     table = Table.of(
-        [(int(feature[i]), float(value[i]), label) for i, label in zip(best, labels, strict=True)],
+        [(int(feature[i]), float(activation[i]), label) for i, label in zip(strongest, labels, strict=True)],
         ("feature", lambda row: row[0], "d"),
         *([("label", lambda row: row[2])] if any(labels) else []),
         ("activation", lambda row: row[1], ".4g"),
         ("stored in", lambda _: linked(record.short, address, addresses.result(record.key))),
-        caption=f"{stop - start:,} active features; the {len(best)} strongest are listed.",
+        caption=f"{stop - start:,} features are active at this token; the {len(strongest)} strongest are "
+        "listed.",
     )
     return layer, table

@@ -46,7 +46,7 @@ def browse(store_path: str, port: int, no_open: bool) -> None:
         app = application(store, word, server_socket.getsockname()[1])
         address = address_of(server_socket.getsockname()[1], word)
         echo(address)
-        echo("Ctrl-C ends it", err=True)
+        echo("press Ctrl-C to stop the server", err=True)
         with contextlib.ExitStack() as stack:
             if not no_open:
                 stack.enter_context(_exit_on_signals())
@@ -127,4 +127,4 @@ def site(
         print_json({"site": str(folder / "index.html"), **vars(written)})
         return
     echo(folder / "index.html")
-    echo(f"{written.pages:,} pages, {written.left_out:,} links to what was left out", err=True)
+    echo(f"{written.pages:,} pages; {written.left_out:,} links lead to pages beyond the limits", err=True)

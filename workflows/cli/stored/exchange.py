@@ -135,17 +135,19 @@ def _names(pairs: Sequence[str]) -> dict[str, str]:
     for pair in pairs:
         name, equals, hook = pair.partition("=")
         if not equals or not name or not hook:
-            raise click.UsageError(f"expected --map ARRAY=HOOK, found {pair!r}")
+            raise click.UsageError(f"expected --map ARRAY=HOOK, found --map {pair!r}")
         if name in hook_by_array:
             raise click.UsageError(
-                f"expected one hook point of {name!r}, found {hook_by_array[name]!r} and {hook!r}"
+                f"--map names two hook points for the array {name!r}: {hook_by_array[name]!r} and {hook!r}; "
+                "keep one"
             )
         hook_by_array[name] = hook
     return hook_by_array
 
 
 def _prompts(source: str | None) -> tuple[Any, Any]:
-    """(token ids, texts) of a file of prompts: exactly one is set; both are None without a file."""
+    """Prompts of a file as (token ids, None) or (None, texts), by what the file holds; (None, None) for
+    None."""
     if source is None:
         return None, None
     from ..prompts import read_prompts
@@ -155,12 +157,19 @@ def _prompts(source: str | None) -> tuple[Any, Any]:
 
 
 def _layers(text: str) -> list[int]:
-    """Layer numbers of a text such as "0-5,11", both ends included; UsageError for any other form."""
+    """Layer numbers of a text such as "0-5,11", where both ends of a range are included.
+
+    Raises:
+        UsageError: The text has another form, or a range ends before it starts.
+    """
     layers: list[int] = []
     for part in text.split(","):
         # At most four digits: a mistyped range must not fill the memory.
         match = re.fullmatch(r"\s*(\d{1,4})(?:-(\d{1,4}))?\s*", part)
+        # Without a second number the range ends where it starts.
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise click.UsageError(f"expected --layers as 0-5,11, found {text!r:.80}")
+            raise click.UsageError(
+                f"expected --layers as numbers and ranges such as 0-5,11, found {text!r:.80}"
+            )
         layers.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
     return layers

@@ -89,7 +89,9 @@ def _require_distinct(sources: Sequence[str], target: str) -> None:
     for source in sources:
         # The first comparison is for URLs, which are not paths.
         if source.rstrip("/") == target.rstrip("/") or Path(source).absolute() == Path(target).absolute():
-            raise click.UsageError(f"expected a target beside its sources, found {target!r} twice")
+            raise click.UsageError(
+                f"the store {target!r} is both source and target; name another store as the target"
+            )
 
 
 def _selected_records(store: Store, runs: str | None, results: str | None) -> list[Record]:
@@ -104,7 +106,10 @@ def _selected_records(store: Store, runs: str | None, results: str | None) -> li
         return list(store.records())
     for text, option in ((runs, "--runs"), (results, "--results")):
         if text is not None and not text.strip(","):
-            raise click.UsageError(f"expected starts of keys with {option}, found {text!r}; leave it out")
+            raise click.UsageError(
+                f"expected {option} to list the first characters of keys, such as 35be,7a01, found {text!r}; "
+                "leave it out"
+            )
     # A run has a record per variable and layer: they are selected by its folder.
     folders = {store.entry(prefix).path for prefix in (runs or "").split(",") if prefix}
     keys = {store.record(prefix).key for prefix in (results or "").split(",") if prefix}
@@ -118,14 +123,17 @@ def _copy_all(
     quiet: bool,
     codec: str | None = None,
 ) -> list[Copied]:
-    """Copy records of several stores into one, with a progress bar each.
+    """Copy records of several stores into one, with one progress bar per store.
 
     Arguments:
-        stores: The sources.
+        stores: The stores to copy from.
         target: The store to copy into.
-        records: Per source, the records to copy.
+        records: For each store, the records to copy.
         quiet: Show no progress bars.
         codec: "zstd" or "none" for the copied shards; None leaves them as they are.
+
+    Returns:
+        For each store, which keys were copied, already present, or present with other contents.
     """
     from ....pipeline.progress import Progress
 
@@ -143,7 +151,7 @@ def _copy_all(
 
 
 def _print_copied(summaries: Sequence[Copied], as_json: bool) -> None:
-    """Print numbers of copied and present keys, and the keys whose contents differ."""
+    """Print how many keys were copied or already present, and which keys differ in content between stores."""
     from ....pipeline.plan import human_bytes
 
     if as_json:
@@ -152,6 +160,6 @@ def _print_copied(summaries: Sequence[Copied], as_json: bool) -> None:
     n_copied = sum(len(summary.copied) for summary in summaries)
     n_present = sum(len(summary.present) for summary in summaries)
     size = human_bytes(sum(summary.bytes for summary in summaries)) or "nothing"
-    echo(f"{n_copied} keys copied ({size}), {n_present} were there")
+    echo(f"{n_copied} keys copied ({size}), {n_present} were already in the target")
     for key in (key for summary in summaries for key in summary.different):
-        echo(f"{key[:12]} is there with another content, which stays", err=True)
+        echo(f"{key[:12]} is in the target with other content, which was kept", err=True)

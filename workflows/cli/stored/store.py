@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 DAMAGED = 1
 """Exit code of `verify` if any file is damaged."""
 _SETTINGS_CHARACTERS, _DATASET_ROWS = 200, 16
-"""Longest text of settings, and rows of a dataset, that `show` prints."""
+"""Largest number of characters of a workflow's settings, and of rows of a dataset, that `show` prints."""
 _SETTINGS_COLUMN = 80
-"""Longest text of settings, in characters, in the table of workflows of `ls`."""
+"""Largest number of characters of a workflow's settings in the table that `ls` prints."""
 
 
 @click.command(epilog="Example: mizarr ls --store activations")
@@ -95,22 +95,23 @@ def _print_tables(store: Store, has_pieces: bool) -> None:
         (_QUESTION_COLUMNS, [_question_row(snapshot, question) for question in snapshot.questions]),
         (_RESULT_COLUMNS, [_result_row(snapshot, folder) for folder in results]),
     ]
-    for number, (columns, rows) in enumerate(table for table in tables if table[1]):
+    non_empty_tables = [(columns, rows) for columns, rows in tables if rows]
+    for number, (columns, rows) in enumerate(non_empty_tables):
         if number:
             echo()
         # Without pins the column would be empty: it is left out.
         is_pinned = any(row.get("PIN") for row in rows)
         print_table([column for column in columns if column != "PIN" or is_pinned], rows)
-    if not any(rows for _, rows in tables):
-        echo("nothing is stored yet", err=True)
+    if not non_empty_tables:
+        echo("the store is empty", err=True)
     listed = {folder.data for folder in (*runs, *results)}
     listed |= {folder.data for question in snapshot.questions for folder in question.results.values()}
     unlisted = [folder for data, folder in snapshot.folders.items() if data not in listed]
     if unlisted and not has_pieces:
         size = human_bytes(sum(folder.usage.bytes for folder in unlisted))
-        echo(f"{len(unlisted):,} intermediate runs and results, {size}, are listed by --all", err=True)
+        echo(f"not listed: {len(unlisted):,} intermediate runs and results ({size}); add --all", err=True)
     for damage in snapshot.damaged:
-        echo(f"unreadable: {damage}", err=True)
+        echo(f"damaged, not listed: {damage}", err=True)
 
 
 _RUN_COLUMNS = ("RUN", "MODEL", "PROMPTS", "TOKENS", "HOOK POINTS", "DTYPE", "SIZE", "WRITTEN")
@@ -119,7 +120,7 @@ _RESULT_COLUMNS = ("KEY", "RESULT", "SIZE", "WRITTEN", "PIN")
 
 
 def _run_row(folder: HeldFolder) -> dict[str, Any]:
-    """Table row of a captured run."""
+    """Row of the table of captured runs: column name -> text."""
     from ....pipeline.plan import human_bytes
     from ....pipeline.progress import short
     from ....store.upkeep.listing import model_label
@@ -140,7 +141,7 @@ def _run_row(folder: HeldFolder) -> dict[str, Any]:
 
 
 def _question_row(snapshot: Snapshot, computed: AskedQuestion) -> dict[str, Any]:
-    """Table row of a computed workflow."""
+    """Row of the table of computed workflows: column name -> text."""
     from ....pipeline.plan import human_bytes
     from ....store.upkeep.listing import model_label
     from ...views.paper import fit
@@ -159,7 +160,7 @@ def _question_row(snapshot: Snapshot, computed: AskedQuestion) -> dict[str, Any]
 
 
 def _result_row(snapshot: Snapshot, folder: HeldFolder) -> dict[str, Any]:
-    """Table row of a result that belongs to no workflow."""
+    """Row of the table of results that belong to no workflow: column name -> text."""
     from ....pipeline.plan import human_bytes
 
     size, pin = human_bytes(folder.usage.bytes), snapshot.pin(folder) or None
@@ -168,8 +169,9 @@ def _result_row(snapshot: Snapshot, folder: HeldFolder) -> dict[str, Any]:
 
 
 def _minute(seconds: float) -> str:
-    """Local date and time, to the minute, of a Unix time in seconds."""
-    # Local time, unlike on the pages of browse, which must not depend on the machine that wrote them.
+    """Date and time in the local time zone, to the minute, of a Unix time in seconds."""
+    # Unlike the pages of `mizarr browse` and `mizarr site`, which must not depend on the machine: they use
+    # UTC.
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
@@ -282,7 +284,7 @@ def verify(store_path: str, quick: bool, quarantine: bool, as_json: bool, quiet:
     else:
         for item in damage:
             echo(str(item))
-        echo(f"{len(damage)} damaged files" if damage else "no damage found", err=True)
+        echo(f"{len(damage)} damaged files found" if damage else "no damage found", err=True)
     return DAMAGED if damage else 0
 
 
@@ -323,7 +325,10 @@ def gc(store_path: str, grace: float, quota: int | None, dry_run: bool, as_json:
     echo(f"{removed} {action}, {remaining} stays", err=True)
     if report.over_quota:
         excess = human_bytes(report.over_quota)
-        echo(f"{excess} over the quota are pinned or too young; see mizarr pin, --grace", err=True)
+        echo(
+            f"the store still exceeds the quota by {excess}: the rest is pinned, or younger than --grace",
+            err=True,
+        )
 
 
 @click.command(epilog="Example: mizarr pin figure-3 3f9a0c --store activations")
@@ -338,7 +343,7 @@ def pin(name: str, key: str | None, remove: bool, store_path: str) -> None:
     """
     # Exactly one of KEY and --remove.
     if remove == (key is not None):
-        raise click.UsageError("expected NAME and KEY to pin, or NAME and --remove to let go")
+        raise click.UsageError("expected NAME and KEY to pin data, or NAME and --remove to remove a pin")
     store = existing_store(store_path)
     if key is None:
         store.unpin(name)
@@ -350,7 +355,7 @@ def pin(name: str, key: str | None, remove: bool, store_path: str) -> None:
 
 
 def _shape(dataset: Any) -> dict[str, Any]:
-    """Dims, variables and attributes of a dataset as plain values."""
+    """Sizes, variables and attributes of a dataset as JSON values, without its data."""
     return {
         "sizes": dict(dataset.sizes),
         "variables": {

@@ -20,7 +20,7 @@ from ..composed import ComposedArchitecture
 from ..families import ACTIVATIONS, read_activation
 from ..layer_tensors import EncoderNames, Spelling
 from ..mixers import RelativeSpec
-from ..transformer import ConfigReader, RopeConfig
+from ..transformer import TRY_TRANSFORMERS, ConfigReader, RopeConfig
 from . import builders as build
 from .builders import Build, TensorShapes, family
 
@@ -33,7 +33,7 @@ ABSOLUTE = {"position_embedding_type": "absolute"}
 
 
 def bert_spelling(root: str) -> Spelling:
-    """Names of BERT's tensors. root: prefix of all tensors of the encoder, such as "bert."."""
+    """Tensor names of BERT's checkpoints. root: prefix of all tensors of the encoder, such as "bert."."""
     return Spelling(
         embed=f"{root}embeddings.word_embeddings",
         head="cls.predictions.decoder",
@@ -64,8 +64,8 @@ def bert_spelling(root: str) -> Spelling:
 
 
 def roberta_spelling(root: str) -> Spelling:
-    """Names of RoBERTa's tensors: those of BERT, except for the language head. root: prefix of the encoder's
-    tensors, such as "roberta."."""
+    """Tensor names of RoBERTa's checkpoints: those of BERT, except for the language head. root: prefix of the
+    encoder's tensors, such as "roberta."."""
     base = bert_spelling(root)
     return replace(
         base,
@@ -82,18 +82,18 @@ BERT_SPELLING = bert_spelling("bert.")
 
 @dataclass(frozen=True)
 class BertLayers:
-    """Differences between the layers of a relative of BERT and those of BERT."""
+    """Differences between the layers of a family related to BERT and those of BERT."""
 
     act: str = "gelu"
-    """Default of hidden_act."""
+    """Name of the activation function if the config key hidden_act is absent."""
     reads_act: bool = True
-    """Whether hidden_act is read; otherwise the activation is always `act`."""
+    """Whether hidden_act is read; otherwise the activation function is always `act`."""
     looks_ahead: bool | None = None
-    """Whether queries see later keys; None for an encoder unless the config sets is_decoder."""
+    """Whether queries see later keys; None for True unless the config key is_decoder is true."""
     attention: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `AttentionSpec`."""
+    """Fields of `AttentionSpec` that differ from BERT's, by name."""
     mlp: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `MlpSpec`."""
+    """Fields of `MlpSpec` that differ from BERT's, by name."""
 
 
 def bert_like(
@@ -165,19 +165,20 @@ def bert_family(model_type: str, examples: str, **options: Any) -> Callable[[Bui
 
 @bert_family("bert", "BERT")
 def bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """BERT."""
+    """Architecture of BERT."""
     return bert_like(config, shapes, BERT_SPELLING)
 
 
 @bert_family("ernie", "ERNIE 1 to 3", never=(*NEVER, "use_task_id"))
 def ernie(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """ERNIE 1 to 3, without their task embeddings."""
+    """Architecture of ERNIE 1 to 3, without their task embeddings."""
     return bert_like(config, shapes, bert_spelling("ernie."))
 
 
 @bert_family("bert-generation", "BERT for generation")
 def bert_generation(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """BERT without token types and without the transform before the head; encoder or decoder."""
+    """Architecture of BERT for generation: BERT without token types and without the transform before the
+    head; encoder or decoder."""
     spelling = replace(
         BERT_SPELLING,
         head="lm_head.decoder",
@@ -189,7 +190,7 @@ def bert_generation(config: ConfigReader, shapes: TensorShapes) -> ComposedArchi
 
 @bert_family("megatron-bert", "Megatron-BERT")
 def megatron_bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """BERT with pre-norms and a final norm."""
+    """Architecture of Megatron-BERT: BERT with pre-norms and a final norm."""
     return bert_like(
         config,
         shapes,
@@ -207,7 +208,7 @@ def _projected_width(width: int, hidden: int) -> int | None:
 
 @bert_family("electra", "ELECTRA, its generator", never=UNSUPPORTED)
 def electra(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """ELECTRA's generator, whose embeddings may be narrower than the stream."""
+    """Architecture of ELECTRA's generator, whose embeddings may be narrower than the stream."""
     width = config.integer("embedding_size", 128)
     base = bert_spelling("electra.")
     spelling = replace(
@@ -231,7 +232,7 @@ def electra(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @bert_family("roformer", "RoFormer", never=(*UNSUPPORTED, "rotary_value"))
 def roformer(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """RoFormer: BERT with rope of neighbouring entries, instead of learned positions."""
+    """Architecture of RoFormer: BERT with rope of neighbouring entries, instead of learned positions."""
     hidden = config.integer("hidden_size")
     base = bert_spelling("roformer.")
     spelling = replace(
@@ -257,7 +258,8 @@ def roformer(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @bert_family("rembert", "RemBERT")
 def rembert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """RemBERT: input embedding, stream and output embedding have different widths, and the head is untied."""
+    """Architecture of RemBERT: input embedding, stream and output embedding have different widths, and the
+    head is untied."""
     eps = config.number("layer_norm_eps", 1e-12)
     base = bert_spelling("rembert.")
     spelling = replace(
@@ -282,7 +284,7 @@ def rembert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @bert_family("albert", "ALBERT", never=UNSUPPORTED, always={**ABSOLUTE, "inner_group_num": 1})
 def albert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Layers in groups; the layers of a group share all their weights."""
+    """Architecture of ALBERT: layers in groups; the layers of a group share all their weights."""
     layers, groups = build.layers_of(config), config.integer("num_hidden_groups", 1)
     base = bert_spelling("albert.")
     spelling = replace(
@@ -315,7 +317,7 @@ def albert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         layers=BertLayers(act="gelu_new", looks_ahead=True),
         embedding_width=config.integer("embedding_size", 128),
     )
-    # The reference's assignment of layers to groups.
+    # transformers' assignment of layers to groups.
     return build.with_layers(model, lambda layer: {"source": int(layer / (layers / groups))})
 
 
@@ -331,7 +333,7 @@ def albert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     },
 )
 def distilbert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """DistilBERT: no token types; fixed epsilon."""
+    """Architecture of DistilBERT: no token types; fixed epsilon."""
     base = bert_spelling("distilbert.")
     spelling = replace(
         base,
@@ -351,10 +353,10 @@ def distilbert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
     return bert_like(config, shapes, spelling, eps=1e-12, layers=layers, token_types=None)
 
 
-# The reference ignores layer_norm_eps in layers and uses 1e-12 there, so no other value is accepted.
+# transformers ignores layer_norm_eps in layers and uses 1e-12 there, so no other value is accepted.
 @bert_family("squeezebert", "SqueezeBERT", never=UNSUPPORTED, always={**ABSOLUTE, "layer_norm_eps": 1e-12})
 def squeezebert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Grouped convolutions of width 1 replace the linear projections."""
+    """Architecture of SqueezeBERT: grouped convolutions of width 1 replace the linear projections."""
     keys = {"q_groups": 4, "k_groups": 4, "v_groups": 4, "post_attention_groups": 1}
     keys |= {"intermediate_groups": 4, "output_groups": 4}
     groups = tuple(config.integer(key, default) for key, default in keys.items())
@@ -399,19 +401,19 @@ def roberta_like(
 @bert_family("camembert", "CamemBERT")
 @bert_family("roberta", "RoBERTa")
 def roberta(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """RoBERTa and its multilingual and French versions."""
+    """Architecture of RoBERTa and its multilingual and French versions."""
     return roberta_like(config, shapes, roberta_spelling("roberta."))
 
 
 @bert_family("data2vec-text", "data2vec, text")
 def data2vec_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """data2vec for text: RoBERTa under another tensor prefix."""
+    """Architecture of data2vec for text: RoBERTa under another tensor prefix."""
     return roberta_like(config, shapes, roberta_spelling("data2vec_text."))
 
 
 @bert_family("xlm-roberta-xl", "XLM-RoBERTa XL and XXL")
 def xlm_roberta_xl(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """XLM-RoBERTa XL: RoBERTa with pre-norms and a final norm."""
+    """Architecture of XLM-RoBERTa XL: RoBERTa with pre-norms and a final norm."""
     spelling = replace(
         roberta_spelling("roberta."),
         ln1="attention.self_attn_layer_norm",
@@ -433,7 +435,7 @@ def xlm_roberta_xl(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
 
 @bert_family("roberta-prelayernorm", "efficient MLM")
 def roberta_prelayernorm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """RoBERTa with pre-norms, a norm of the embeddings, and a final norm."""
+    """Architecture of efficient MLM: RoBERTa with pre-norms, a norm of the embeddings, and a final norm."""
     spelling = replace(
         roberta_spelling("roberta_prelayernorm."),
         ln1="attention.LayerNorm",
@@ -445,7 +447,8 @@ def roberta_prelayernorm(config: ConfigReader, shapes: TensorShapes) -> Composed
 
 @bert_family("luke", "LUKE, its words")
 def luke(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """LUKE without entities: RoBERTa with an untied head; tensors of entities are not used."""
+    """Architecture of LUKE without entities: RoBERTa with an untied head; tensors of entities are not
+    used."""
     entities, predictions = "luke.entity_embeddings.", "entity_predictions."
     base = roberta_spelling("luke.")
     spelling = replace(
@@ -476,7 +479,7 @@ def luke(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @bert_family("mpnet", "MPNet", always={"pad_token_id": 1})
 def mpnet(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """T5's relative position bias, always with 32 buckets: the reference ignores
+    """Architecture of MPNet, with T5's relative position bias, always with 32 buckets: transformers ignores
     relative_attention_num_buckets."""
     base = roberta_spelling("mpnet.")
     spelling = replace(
@@ -499,13 +502,14 @@ def mpnet(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @bert_family("esm", "ESM-1b and ESM-2", always={"is_folding_model": False})
 def esm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """A table of positions, or rope, whose frequencies may be stored in the checkpoint."""
-    # To the reference, an explicit null means a model without positions, not the default.
+    """Architecture of ESM-1b and ESM-2: a table of positions, or rope, whose frequencies may be stored in the
+    checkpoint."""
+    # To transformers, an explicit null means a model without positions, not the default.
     kind = config.raw.get("position_embedding_type", "absolute")
     if kind not in ("absolute", "rotary"):
         raise ConfigError(
             f"{config.source}: expected position_embedding_type to be 'absolute' or 'rotary', found "
-            f"{kind!r}; this model cannot run here"
+            f"{kind!r}; {TRY_TRANSFORMERS}"
         )
     # token_dropout: embeddings of masks are zeroed, and all others rescaled.
     is_dropped = config.flag("token_dropout", False)
@@ -562,14 +566,14 @@ NEVER_IN_DEBERTA = (*NEVER, "attention_head_size", "z_steps")
 
 
 def _terms(config: ConfigReader) -> list[str]:
-    """Score terms besides content-to-content that pos_att_type lists: "c2p" (content to position) and "p2c"
-    (position to content). Older configs list them in one string, "p2c|c2p"."""
+    """Terms of DeBERTa's scores besides content-to-content, from the config key pos_att_type: "c2p" (content
+    to position) and "p2c" (position to content). Older configs list them in one string, "p2c|c2p"."""
     value = config.raw.get("pos_att_type") or []
     terms = [part.strip() for part in value.lower().split("|")] if isinstance(value, str) else list(value)
     if not set(terms) <= {"c2p", "p2c"} or len(set(terms)) < len(terms):
         raise ConfigError(
-            f"{config.source}: expected pos_att_type of c2p and p2c, each once, found {value!r}; this model "
-            "cannot run here"
+            f"{config.source}: expected pos_att_type to list 'c2p', 'p2c' or both, found {value!r}; "
+            f"{TRY_TRANSFORMERS}"
         )
     return terms
 
@@ -605,10 +609,10 @@ def _relative(config: ConfigReader, *, is_first: bool) -> RelativeSpec | None:
 
 
 def _spelling(config: ConfigReader, shapes: TensorShapes) -> Spelling:
-    """Tensor names of DeBERTa, with the language head of versions 1 and 2 or with that of version 3.
+    """Tensor names of a DeBERTa checkpoint, with the language head of versions 1 and 2, or of version 3.
 
-    The head of version 3 is always tied to the embedding. Its configs lack `legacy: false`, with which the
-    reference would load it; tensor names tell the two heads apart here.
+    The head of version 3 is always tied to the embedding. Its configs lack `legacy: false`, with which
+    transformers would load the head; so tensor names decide which head the checkpoint has.
 
     Raises:
         ConfigError: tie_word_embeddings is false for a head of version 3.
@@ -640,8 +644,8 @@ def _spelling(config: ConfigReader, shapes: TensorShapes) -> Spelling:
         return old_head
     if not config.flag("tie_word_embeddings", True):
         raise ConfigError(
-            f"{config.source}: expected tie_word_embeddings to be true where legacy is false, as such a "
-            "model unembeds by its embedding, found false; correct the file"
+            f"{config.source}: expected tie_word_embeddings to be true in a DeBERTa with legacy=false, whose "
+            "head is the embedding matrix, found false; remove tie_word_embeddings from the file"
         )
     return replace(
         old_head,
@@ -659,7 +663,15 @@ def _deberta(
     relative: RelativeSpec | None,
     **attention_fields: Any,
 ) -> ComposedArchitecture:
-    """Architecture of a DeBERTa. attention_fields: further fields of `AttentionSpec`."""
+    """Architecture of a DeBERTa of any version.
+
+    Arguments:
+        config: The config.json.
+        shapes: Shapes of the checkpoint's tensors by name.
+        spelling: Names of the checkpoint's tensors.
+        relative: Relative position terms of the scores; None for no such terms.
+        attention_fields: Further fields of `AttentionSpec`.
+    """
     # He et al., DeBERTa, 2021, equation 4: scores are divided by sqrt(3 d) when both terms are added.
     head_dim = build.attention(config).head_dim
     scale = 1 / math.sqrt(head_dim * (1 + len(set(_terms(config)))))
@@ -679,14 +691,15 @@ def _deberta(
 
 @bert_family("deberta-v2", "DeBERTa 2 and 3", never=NEVER_IN_DEBERTA, always={"conv_kernel_size": 0})
 def deberta_v2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """DeBERTa 2 and 3: bucketed distances; separate query, key and value projections."""
+    """Architecture of DeBERTa 2 and 3: bucketed distances; separate query, key and value projections."""
     spelling = _spelling(config, shapes)
     return _deberta(config, shapes, spelling, _relative(config, is_first=False))
 
 
 @bert_family("deberta", "DeBERTa 1", never=(*NEVER_IN_DEBERTA, "talking_head"), always={})
 def deberta(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Queries, keys and values in one tensor; only queries and values have biases."""
+    """Architecture of DeBERTa 1: queries, keys and values in one tensor; only queries and values have
+    biases."""
     version_2 = _spelling(config, shapes)
     spelling = replace(
         version_2,

@@ -1,9 +1,10 @@
-"""Builders that the family functions of this folder share, and the table these functions enter by `@family`.
+"""Functions that build parts of an architecture from a config.json, for the family functions of this folder,
+and the table in which the decorator `@family` registers these family functions.
 
-A builder reads the usual keys of a config.json, with the defaults of the reference implementation
-(transformers) where a family function gives no other, and makes a spec of them: `attention`, `mlp`, ropes,
-windows and position tables (`PositionContext`); `decoder` makes an architecture of these. A key that only
-one family has is read in that family's function.
+A builder reads the usual keys of a config.json, with the defaults of Hugging Face transformers where a family
+function gives no other, and makes a spec of them: `attention`, `mlp`, ropes, windows and position tables
+(`PositionContext`); `decoder` makes an architecture of these. A key that only one family has is read in that
+family's function.
 
 Border: one config; never imports torch.
 """
@@ -30,18 +31,19 @@ from ..families import (
 from ..hybrids.mamba_families import checked
 from ..layer_tensors import LLAMA, Spelling
 from ..mixers import AttentionSpec, ChannelMixerSpec, MixerSpec, MlpSpec
-from ..transformer import ActivationName, ConfigReader, RopeConfig
+from ..transformer import TRY_TRANSFORMERS, ActivationName, ConfigReader, RopeConfig
 
 TensorShapes = Mapping[str, tuple[int, ...]]
 Windows = Sequence[int | None]
-"""By layer: how many keys back a query sees, itself included; None for all."""
+"""For each layer, the number of keys that a query sees, itself included; None for full attention."""
 Ropes = Callable[[ConfigReader, int, int | None, Windows], Sequence[RopeConfig | None]]
-"""Function (config, head width, default of max_position_embeddings, windows of the layers) -> rope of each
-layer; None for a layer without rope."""
+"""Function (config.json, entries of a head, default of max_position_embeddings, windows of the layers) ->
+rope of each layer; None for a layer without rope."""
 LayerMixer = Callable[[RopeConfig | None, int | None, int], MixerSpec]
-"""Function (rope, window, layer number) -> mixer of that layer."""
+"""Function (rope of a layer, its window, its number) -> spec of the layer's mixer."""
 LayerTypes = Callable[[ConfigReader, int], list[str]]
-"""Function (config, number of layers) -> layer_types, used if the config does not list them."""
+"""Function (config.json, number of layers) -> layer_types, the type of each layer, for a config that does not
+list them."""
 
 
 # -- the table of families
@@ -49,30 +51,31 @@ LayerTypes = Callable[[ConfigReader, int], list[str]]
 
 @dataclass(frozen=True)
 class AttendingFamily:
-    """A family whose layers all attend."""
+    """A family of models whose layers all have attention: how its config.json is read."""
 
     examples: str
     """Well-known models of the family, for the table of families."""
     build: Callable[[ConfigReader, TensorShapes], ComposedArchitecture]
-    """Function (config, shapes of the checkpoint's tensors by name) -> architecture."""
+    """Function (config.json, shapes of the checkpoint's tensors by name) -> architecture."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Usual name of a config key -> name of that key in this family."""
+    """Usual name of a config key -> name of the key in this family's files."""
     never: tuple[str, ...] = ()
-    """Config keys that must be absent, null or false: what they switch on is not implemented."""
+    """Config keys that must be absent, null or false, because the features that they enable are not
+    implemented."""
     always: Mapping[str, Any] = field(default_factory=dict)
-    """Config keys with the only value that is implemented; any other value is refused."""
+    """Config key -> its only implemented value; any other value is refused."""
     reads_tensors: bool = False
-    """Whether `build` needs the tensor shapes: checkpoints of the family use more than one naming scheme."""
+    """Whether `build` needs the tensor shapes, because checkpoints of the family use several naming
+    schemes."""
     reports_unread_keys: bool = False
-    """Whether `build` notes every key that it reads (`ConfigReader.read`), so that the user is told of all
-    remaining keys."""
+    """Whether a warning lists the keys of a config.json that `build` does not read (`ConfigReader.read`)."""
     follows_is_causal: bool = True
-    """Whether is_causal=false is followed: queries then see later keys."""
+    """Whether is_causal=false is implemented: queries then see later keys."""
     follows_bidirectional: bool = False
-    """Whether use_bidirectional_attention is followed: queries then see half of a window on each side."""
+    """Whether use_bidirectional_attention is implemented: queries then see half of a window on each side."""
 
     def read(self, config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-        """The architecture that a config describes.
+        """The architecture that a config.json of this family describes.
 
         Arguments:
             config: The config.json, with the key names of this family.
@@ -91,38 +94,40 @@ class AttendingFamily:
             if value != implemented and not (implemented is None and value is False):
                 expected = f"no {key}" if implemented is None else f"{key} to be {implemented!r}"
                 raise ConfigError(
-                    f"{config.source}: expected {expected}, found {value!r}, which is not followed for "
-                    f"{config.raw['model_type']}; this model cannot run here"
+                    f"{config.source}: expected {expected}, found {value!r} in a {config.raw['model_type']} "
+                    f"model; {TRY_TRANSFORMERS}"
                 )
         return self.build(config, shapes)
 
     def _renamed(self, config: ConfigReader) -> ConfigReader:
-        """Copy of a config with the family's key names replaced by the usual ones.
+        """Copy of a config.json in which the family's key names are replaced by the usual ones.
 
         Raises:
-            ConfigError: A key is present under both names with two values; which of them the reference uses
+            ConfigError: A key is present under both names with two values; which of them transformers uses
                 depends on their order in the file.
         """
-        usual = {name: config.raw[alias] for name, alias in self.aliases.items() if alias in config.raw}
-        # These are no entries of the reference's `attribute_map`: it ignores the usual name in the file.
-        without_alias = {"hidden_act", "intermediate_size"} & set(self.aliases)
-        raw = {key: value for key, value in config.raw.items() if key not in without_alias}
-        for name, value in usual.items():
+        by_usual_name = {name: config.raw[own] for name, own in self.aliases.items() if own in config.raw}
+        # transformers ignores these usual names in a file that has the family's names.
+        ignored_names = {"hidden_act", "intermediate_size"} & set(self.aliases)
+        raw = {key: value for key, value in config.raw.items() if key not in ignored_names}
+        for name, value in by_usual_name.items():
             if name in raw and raw[name] != value:
                 raise ConfigError(
-                    f"{config.source}: expected one value of {self.aliases[name]} and {name}, two names of "
-                    f"one key, found {value!r} and {raw[name]!r}; leave one out"
+                    f"{config.source}: expected {self.aliases[name]} and {name}, two names of the same "
+                    f"setting, to have one value, found {value!r} and {raw[name]!r}; remove one of them"
                 )
-        return config.reading(raw | usual)
+        return config.reading(raw | by_usual_name)
 
 
 ATTENDING: dict[str, AttendingFamily] = {}
-"""model_type -> family."""
+"""model_type -> family, for families whose layers all have attention."""
 Build = Callable[[ConfigReader, TensorShapes], ComposedArchitecture]
+"""Function (config.json, shapes of the checkpoint's tensors by name) -> architecture."""
 
 
 def family(model_type: str, examples: str, **options: Any) -> Callable[[Build], Build]:
-    """Decorator that registers a function `(config, shapes) -> architecture` in `ATTENDING`.
+    """Decorator that registers a function (config.json, shapes of tensors) -> architecture in the table
+    `ATTENDING`.
 
     Arguments:
         model_type: Value of the config key model_type.
@@ -154,9 +159,10 @@ def attention(
     """Spec of grouped-query attention without rope and window, which `decoder` adds for each layer.
 
     Arguments:
+        config: The config.json.
         heads: Number of query heads; None reads num_attention_heads.
         head_dim: Default of the config key head_dim; None divides hidden_size by the number of heads.
-        width: Entries of a head; None reads head_dim.
+        width: Number of entries of a head; None reads head_dim.
         kv_heads: Default of num_key_value_heads; None for one key head per query head.
         bias: Whether the query, key, value and output projections have biases, unless `fields` set
             `qkv_bias` or `o_bias`.
@@ -165,7 +171,7 @@ def attention(
     heads = config.integer("num_attention_heads") if heads is None else heads
     equal_share = config.integer("hidden_size") // heads
     if width is None:
-        # An explicit null means hidden_size / heads to the reference, not the default of the family.
+        # An explicit null means hidden_size / heads to transformers, not the default of the family.
         is_null = "head_dim" in config.raw and config.raw["head_dim"] is None
         width = config.integer("head_dim", equal_share if is_null else head_dim or equal_share)
     defaults = {"num_attention_heads": heads, "qkv_bias": bias, "o_bias": bias}
@@ -191,10 +197,11 @@ def mlp(
     """Spec of an MLP, gated unless `fields` set `is_gated`.
 
     Arguments:
-        act: Activation; None reads hidden_act, with default SiLU.
+        config: The config.json.
+        act: Activation function; None reads hidden_act, with default SiLU.
         width: Hidden width; None reads intermediate_size.
         default_width: Default of intermediate_size; None if the config must have the key.
-        bias: Whether all its projections have biases.
+        bias: Whether all projections of the MLP have biases.
         fields: Further fields of `MlpSpec`.
     """
     width = config.integer("intermediate_size", default_width) if width is None else width
@@ -204,12 +211,13 @@ def mlp(
 def head_transform(
     config: ConfigReader, eps: float, act: str = "gelu", *, key: str = "", **fields: Any
 ) -> HeadTransform:
-    """Dense map, activation and norm before the language head of an encoder.
+    """Spec of the dense map, activation and norm before the language head of an encoder.
 
     Arguments:
+        config: The config.json.
         eps: Epsilon of the norm.
-        act: Activation, by its name in a config; default of `key`.
-        key: Config key of the activation; "" to use `act` always.
+        act: Name of the activation function in a config.json, if `key` is absent there.
+        key: Config key of the activation function; "" to use `act` always.
         fields: Further fields of `HeadTransform`; its width is hidden_size unless they set it.
 
     Raises:
@@ -218,8 +226,8 @@ def head_transform(
     name = config.text(key, act) if key else act
     if name not in ACTIVATIONS:
         raise ConfigError(
-            f"{config.source}: expected {key} among {', '.join(ACTIVATIONS)}, found {name!r}; this model "
-            "cannot run here"
+            f"{config.source}: expected {key} to be one of {', '.join(ACTIVATIONS)}, found {name!r}; "
+            f"{TRY_TRANSFORMERS}"
         )
     width = {"width": config.integer("hidden_size")} | fields
     return HeadTransform(activation=ACTIVATIONS[name], eps=eps, **width)
@@ -237,13 +245,14 @@ def rope(
     is_backwards: bool = False,
     **options: Any,
 ) -> Callable[[ConfigReader, int, int | None], RopeConfig]:
-    """Function (config, head width, default of max_position_embeddings) -> rope.
+    """Make a function (config.json, entries of a head, default of max_position_embeddings) -> rotary
+    embedding.
 
     Arguments:
         theta: Default of rope_theta.
         share: Default of partial_rotary_factor; 1 for families whose rope always rotates whole heads.
         interleaved: Whether entries 2i and 2i + 1 rotate together, instead of i and i + dim / 2.
-        default: rope_parameters if the config has none; None for rope without scaling.
+        default: Value of rope_parameters if the config has none; None for rope without context extension.
         is_backwards: Whether rotation angles are negative.
         options: Further arguments of `read_rope`.
     """
@@ -262,7 +271,8 @@ def rope(
 
 
 def rope_everywhere(theta: float = 10000.0, **options: Any) -> Ropes:
-    """The same rope in all layers. theta: default of rope_theta; options: further arguments of `rope`."""
+    """Make a function (`Ropes`) that gives all layers the same rope. theta: default of rope_theta; options:
+    further arguments of `rope`."""
     return lambda config, head_dim, max_positions, windows: (
         (rope(theta, **options)(config, head_dim, max_positions),) * len(windows)
     )
@@ -273,27 +283,31 @@ PLAIN_ROPE = rope_everywhere()
 
 
 def rope_flags(config: ConfigReader, layers: int) -> list[bool]:
-    """For each layer, whether it has rope, as no_rope_layers lists it (despite the name, 1 means rope).
+    """For each layer, whether it has rope: by the config key no_rope_layers (in which, despite the name, 1
+    means rope), or else in all but every n-th layer, where n is no_rope_layer_interval, with default 4.
 
-    Without that list, every n-th layer has none; n is no_rope_layer_interval, with default 4.
+    Arguments:
+        config: The config.json.
+        layers: Number of layers.
 
     Raises:
         ConfigError: no_rope_layers is not a list of 0 or 1 for each layer.
     """
-    listed = config.raw.get("no_rope_layers")
-    if not listed:
+    flags = config.raw.get("no_rope_layers")
+    if not flags:
         interval = config.integer("no_rope_layer_interval", 4)
         return [bool((layer + 1) % interval) for layer in range(layers)]
-    if not isinstance(listed, list) or len(listed) != layers or any(flag not in (0, 1) for flag in listed):
+    if not isinstance(flags, list) or len(flags) != layers or any(flag not in (0, 1) for flag in flags):
         raise ConfigError(
             f"{config.source}: expected no_rope_layers to list 0 or 1 for each of {layers} layers, found "
-            f"{listed!r}; correct the file, or fetch it again"
+            f"{flags!r}; correct the file, or fetch it again"
         )
-    return [bool(flag) for flag in listed]
+    return [bool(flag) for flag in flags]
 
 
 def rope_where_flagged(theta: float, **options: Any) -> Ropes:
-    """Equal rope in all layers selected by `rope_flags` (no_rope_layers); no rope in the others.
+    """Make a function (`Ropes`) that gives the same rope to the layers that the config key no_rope_layers
+    selects, and none to the others.
 
     Arguments:
         theta: Default of rope_theta.
@@ -311,7 +325,8 @@ def rope_where_flagged(theta: float, **options: Any) -> Ropes:
 
 
 def rope_in_windows(theta: float = 10000.0, *, unless_none: bool = False, **options: Any) -> Ropes:
-    """The same rope in layers with a sliding window; no rope in layers of full attention.
+    """Make a function (`Ropes`) that gives the same rope to layers with a sliding window, and none to layers
+    of full attention.
 
     Arguments:
         theta: Default of rope_theta.
@@ -330,10 +345,9 @@ def rope_in_windows(theta: float = 10000.0, *, unless_none: bool = False, **opti
 
 
 def two_ropes(theta: float, local_theta: float, local_key: str = "") -> Ropes:
-    """One rope in layers of full attention, and another one in layers with a sliding window.
-
-    rope_parameters has a section for each of the two layer types. Older configs have rope_theta and
-    rope_scaling for full attention, and `local_key` for windows.
+    """Make a function (`Ropes`) that gives one rope to layers of full attention, and another to layers with a
+    sliding window. In a config.json, rope_parameters has a section for each of the two layer types; older
+    files have rope_theta and rope_scaling for full attention, and `local_key` for windows.
 
     Arguments:
         theta: Default of the base in layers of full attention.
@@ -348,22 +362,21 @@ def two_ropes(theta: float, local_theta: float, local_key: str = "") -> Ropes:
         raw, parameters = config.raw, config.mapping("rope_parameters")
         if parameters and not set(parameters) <= set(kinds):
             raise ConfigError(
-                f"{config.source}: expected rope_parameters of {' and '.join(kinds)}, found "
-                f"{', '.join(parameters)}; this model cannot run here"
+                f"{config.source}: expected rope_parameters to have the sections {' and '.join(kinds)}, "
+                f"found {', '.join(parameters)}; {TRY_TRANSFORMERS}"
             )
-        thetas = raw.get("rope_theta"), raw.get(local_key) if local_key else None
-        sections = [parameters.get(kind) for kind in kinds]
+        full_section, local_section = (parameters.get(kind) for kind in kinds)
         if raw.get("rope_scaling"):
-            sections[0] = {**(sections[0] or {}), **raw["rope_scaling"]}
-        context = {"max_position_embeddings": config.integer("max_position_embeddings", max_positions)}
-        full, local = (
-            rope(default)(
-                config.reading({"rope_theta": rope_theta, "rope_parameters": section} | context),
-                head_dim,
-                max_positions,
-            )
-            for default, rope_theta, section in zip((theta, local_theta), thetas, sections, strict=True)
-        )
+            full_section = {**(full_section or {}), **raw["rope_scaling"]}
+        context = config.integer("max_position_embeddings", max_positions)
+
+        def read(default: float, key: str, section: Any) -> RopeConfig:
+            values = {"rope_theta": raw.get(key) if key else None, "rope_parameters": section}
+            reader = config.reading(values | {"max_position_embeddings": context})
+            return rope(default)(reader, head_dim, max_positions)
+
+        full = read(theta, "rope_theta", full_section)
+        local = read(local_theta, local_key, local_section)
         return [full if window is None else local for window in windows]
 
     return ropes
@@ -373,18 +386,21 @@ def two_ropes(theta: float, local_theta: float, local_key: str = "") -> Ropes:
 
 
 def window_everywhere(config: ConfigReader, default: int | None = None) -> Windows:
-    """The window sliding_window in every layer; an explicit null means no window."""
+    """The same window in every layer: the config key sliding_window, where an explicit null means no window.
+    default: value for an absent key."""
     return (config.optional_integer("sliding_window", default),) * layers_of(config)
 
 
 def windows_where_listed(
     config: ConfigReader, has_window: Callable[[int], bool], size: int | None
 ) -> Windows:
-    """A window of `size` keys in the layers that layer_types lists as "sliding_attention".
+    """Window of each layer: `size` keys in the layers that layer_types lists as "sliding_attention", None in
+    others.
 
     Arguments:
-        has_window: From a layer number, whether it has a window if the config has no layer_types.
-        size: Keys that a query sees, itself included; None for no window in any layer.
+        config: The config.json.
+        has_window: Function (number of a layer) -> whether it has a window, for a config without layer_types.
+        size: Number of keys that a query sees, itself included; None for no window in any layer.
     """
     types, layers = config.strings("layer_types"), layers_of(config)
     if types is not None:
@@ -393,9 +409,11 @@ def windows_where_listed(
 
 
 def upper_windows(config: ConfigReader, default: int | None = 4096) -> Windows:
-    """A window in layers from max_window_layers on, if use_sliding_window is true (Qwen 2).
+    """Window of each layer: sliding_window keys in layers from max_window_layers on, if use_sliding_window is
+    true (Qwen 2), else None.
 
     Arguments:
+        config: The config.json.
         default: Default of sliding_window.
     """
     size = config.optional_integer("sliding_window", default)
@@ -412,10 +430,12 @@ def layers_of(config: ConfigReader) -> int:
 def windows_by_type(
     config: ConfigReader, types: LayerTypes, default: int | None = 4096, *, has_flag: bool = False
 ) -> Windows:
-    """A window of sliding_window keys in the layers that layer_types lists as "sliding_attention".
+    """Window of each layer: sliding_window keys in the layers that layer_types lists as "sliding_attention",
+    None in others.
 
     Arguments:
-        types: Function that gives layer_types if the config does not list them.
+        config: The config.json.
+        types: Function that gives layer_types for a config that does not list them.
         default: Default of sliding_window; an explicit null means no window.
         has_flag: Whether windows exist only if use_sliding_window is true.
     """
@@ -427,13 +447,15 @@ def windows_by_type(
     return listed_windows(config, listed or types(config, layers), size, layers)
 
 
-def _types(has_window: Callable[[int], bool], layers: int) -> list[str]:
-    """layer_types from a function that says whether a layer has a window."""
+def _types_with_windows(has_window: Callable[[int], bool], layers: int) -> list[str]:
+    """layer_types, the type of each layer, from a function (number of a layer) -> whether it has a window;
+    layers: number of layers."""
     return ["sliding_attention" if has_window(layer) else "full_attention" for layer in range(layers)]
 
 
 def every_nth_full(default: int, key: str = "") -> LayerTypes:
-    """layer_types with full attention in every n-th layer and a sliding window in all others.
+    """Make a function (`LayerTypes`) that gives full attention to every n-th layer and a sliding window to
+    all others.
 
     Arguments:
         default: The period n, or the default of `key`.
@@ -442,27 +464,29 @@ def every_nth_full(default: int, key: str = "") -> LayerTypes:
 
     def types(config: ConfigReader, layers: int) -> list[str]:
         period = config.integer(key, default) if key else default
-        return _types(lambda layer: bool((layer + 1) % period), layers)
+        return _types_with_windows(lambda layer: bool((layer + 1) % period), layers)
 
     return types
 
 
 def every_layer_full(config: ConfigReader, layers: int) -> list[str]:
-    """layer_types with full attention in all layers."""
+    """layer_types for a model with full attention in all layers; layers: number of layers."""
     return ["full_attention"] * layers
 
 
 def first_of_four_full(config: ConfigReader, layers: int) -> list[str]:
-    """layer_types with a sliding window in all layers except the first of every four."""
-    return _types(lambda layer: bool(layer % 4), layers)
+    """layer_types for a model with a sliding window in all layers except the first of every four; layers:
+    number of layers."""
+    return _types_with_windows(lambda layer: bool(layer % 4), layers)
 
 
 def full_then_windows(default: int) -> LayerTypes:
-    """layer_types with a sliding window in layers from max_window_layers on. default: of that key."""
+    """Make a function (`LayerTypes`) that gives a sliding window to layers from max_window_layers on, and
+    full attention to those before. default: default of max_window_layers."""
 
     def types(config: ConfigReader, layers: int) -> list[str]:
         start = config.integer("max_window_layers", default, least=0)
-        return _types(lambda layer: layer >= start, layers)
+        return _types_with_windows(lambda layer: layer >= start, layers)
 
     return types
 
@@ -472,7 +496,8 @@ def full_then_windows(default: int) -> LayerTypes:
 
 @dataclass(frozen=True)
 class PositionContext:
-    """How layers see positions: length of the context, rope, windows, and the table of positions if any."""
+    """How the layers of a model see positions: length of the context, rope, windows, and a table of
+    positions."""
 
     max_positions: int | None
     """Default of max_position_embeddings; None for an unbounded context."""
@@ -481,12 +506,13 @@ class PositionContext:
     windows: Windows | None = None
     """Window of each layer; None for full attention in all layers."""
     looks_ahead: bool | None = None
-    """Whether queries see later keys; None to follow is_causal."""
+    """Whether queries see later keys; None to read the config key is_causal."""
     longest: int | None = None
-    """Largest context, if the reference computes longer prompts in another way; None for no such limit."""
+    """Largest length of a prompt, in tokens, if transformers computes longer prompts in another way; None for
+    no such limit."""
     head_dim: int | None = None
-    """Entries of a head that rope may rotate; needed only if `decoder` gets a function instead of an
-    `AttentionSpec`."""
+    """Number of entries of a head that rope may rotate; needed only if `decoder` gets a function as mixer
+    instead of an `AttentionSpec`."""
     table: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `ComposedArchitecture` for a table of positions; empty if there is none."""
 
@@ -499,12 +525,13 @@ def position_table(
     counts_rows: bool = False,
     windows: Windows | None = None,
 ) -> PositionContext:
-    """Context of a model with a table of positions instead of rope.
+    """Context, windows and table of positions of a model with a table of positions instead of rope.
 
     Arguments:
+        config: The config.json.
         default: Default of max_position_embeddings.
-        start_row: Table row of the first position. None for the row after pad_token_id (RoBERTa): the config
-            then counts rows of the table, and no prompt may hold the padding token.
+        start_row: Row of the table for the first position. None for the row after pad_token_id (RoBERTa): the
+            config then counts rows of the table, and no prompt may hold the padding token.
         counts_rows: Whether max_position_embeddings counts rows of the table instead of positions.
         windows: Window of each layer; None for full attention in all layers.
     """
@@ -519,13 +546,13 @@ def position_table(
 
 
 def rooted(spelling: Spelling, root: str, shapes: TensorShapes) -> Spelling:
-    """Spelling whose root prefix matches the tensor names of a checkpoint.
+    """Tensor names with or without a prefix, as a checkpoint has them: files written by the base model,
+    without a language head, lack it.
 
     Arguments:
         spelling: Names with the prefix.
         root: The prefix, such as "transformer.".
-        shapes: Shapes of the checkpoint's tensors by name. If none of them begins with the prefix (files
-            written by the base model without a language head), it is removed.
+        shapes: Shapes of the checkpoint's tensors by name; empty if they are not known.
     """
     if not shapes or any(name.startswith(root) for name in shapes):
         return spelling
@@ -539,8 +566,8 @@ def rooted(spelling: Spelling, root: str, shapes: TensorShapes) -> Spelling:
 def with_layers(
     model: ComposedArchitecture, changes: Callable[[int], Mapping[str, Any]]
 ) -> ComposedArchitecture:
-    """Copy of a model with changed layers. changes: from a layer number, the changed fields of its
-    `LayerSpec`."""
+    """Copy of an architecture with changed layers. changes: function (number of a layer) -> fields of its
+    `LayerSpec` to replace, by name."""
     blocks = (replace(block, **changes(number)) for number, block in enumerate(model.blocks))
     return replace(model, blocks=tuple(blocks))
 
@@ -557,18 +584,18 @@ def decoder(
     tied: bool | None = False,
     **fields: Any,
 ) -> ComposedArchitecture:
-    """An architecture whose layers all attend.
+    """Architecture of a model whose layers all have attention.
 
     Arguments:
         config: The config.json, under the usual names of its keys.
         mixer: Attention of all layers, to which rope and window are added; or a function that makes the
             mixer of a layer.
-        channel_mixer: Channel mixer of all layers; or a function from a layer number to its channel mixer.
-        context: Positions, rope and windows.
+        channel_mixer: Channel mixer of all layers; or a function (number of a layer) -> its channel mixer.
+        context: Context length, rope, windows and table of positions.
         eps: Epsilon of the norms of the residual stream.
-        norms: Position of the norms in a layer (`LayerSpec.norms`).
-        parallel_norms: 0 if the MLP reads the stream after attention has been added. In layers where both
-            read the stream that enters: 1 if they share a norm, 2 if each has its own.
+        norms: Place of the norms in a layer (`LayerSpec.norms`).
+        parallel_norms: 0 if the MLP reads the stream after attention has been added. In parallel layers,
+            where both read the stream that enters: 1 if they share a norm, 2 if each has its own.
         tied: Default of tie_word_embeddings; None for an untied head, whatever the config says.
         fields: Further fields of `ComposedArchitecture`; `spelling` is `LLAMA` unless they set it.
 
@@ -577,10 +604,10 @@ def decoder(
     """
     hidden, layers, is_acausal = config.integer("hidden_size"), layers_of(config), asks_to_look_ahead(config)
     windows = (None,) * layers if context.windows is None else context.windows
-    # is_causal=false: the reference's window then excludes the query itself, on both sides.
+    # is_causal=false: transformers' window then excludes the query itself, on both sides.
     windows = both_ways(windows) if is_acausal else windows
     if is_bidirectional := config.flag("use_bidirectional_attention", False):
-        # The reference then splits the window between both sides of the query (EmbeddingGemma).
+        # transformers then splits the window between both sides of the query (EmbeddingGemma).
         windows = [window and window // 2 + 1 for window in windows]
     looks_ahead = is_bidirectional or (is_acausal if context.looks_ahead is None else context.looks_ahead)
     head_dim = mixer.head_dim if isinstance(mixer, AttentionSpec) else context.head_dim
@@ -607,9 +634,9 @@ def decoder(
     fields = {"spelling": LLAMA, **context.table, **fields}
     if "max_position_embeddings" not in fields:
         length = context.max_positions and config.integer("max_position_embeddings", context.max_positions)
-        # Longer prompts would be computed differently by the reference, so they are refused.
-        is_cut = length is not None and context.longest is not None and context.longest < length
-        fields["max_position_embeddings"] = context.longest if is_cut else length
+        # Longer prompts would be computed differently by transformers, so they are refused.
+        is_limited = length is not None and context.longest is not None and context.longest < length
+        fields["max_position_embeddings"] = context.longest if is_limited else length
     return ComposedArchitecture(
         model_type=config.raw["model_type"],
         hidden_size=hidden,

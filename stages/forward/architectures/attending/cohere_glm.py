@@ -20,7 +20,7 @@ from .experts import DEEPSEEK_SPELLING, ExpertDefaults, sigmoid_experts
 
 @family("cohere", "Command R", never=("use_qk_norm",))
 def cohere(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Command R: parallel attention and MLP with one norm, rope of neighbouring entries."""
+    """Architecture of Command R: parallel attention and MLP with one norm, rope of neighbouring entries."""
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config)),
@@ -38,7 +38,7 @@ def cohere(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("cohere2", "Command R7B and A")
 def cohere2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Rope only in layers with a sliding window."""
+    """Architecture of Command R7B (Cohere 2): rope only in layers with a sliding window."""
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config)),
@@ -63,7 +63,7 @@ FUSED_MLP_PARTS = ("gate_up_proj", "down_proj")
 
 @family("glm", "GLM 4, 9B")
 def glm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """GLM 4: rope of the first half of each head, fused gate and up projection."""
+    """Architecture of GLM 4: rope of the first half of each head, fused gate and up projection."""
     return build.decoder(
         config,
         build.attention(config, head_dim=128, kv_heads=2, qkv_bias=config.flag("attention_bias", True)),
@@ -76,7 +76,7 @@ def glm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("glm4", "GLM 4, 0414")
 def glm4(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """GLM 4 0414: as `glm`, with norms before and after each half of a layer."""
+    """Architecture of GLM 4 0414: as `glm`, with norms before and after each half of a layer."""
     return build.decoder(
         config,
         build.attention(config, head_dim=128, kv_heads=2, qkv_bias=config.flag("attention_bias", True)),
@@ -97,7 +97,7 @@ def glm4(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("glm4_moe", "GLM 4.5 and 4.6")
 def glm4_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """GLM 4.5: an MLP in the first layers, then sigmoid-routed and shared experts."""
+    """Architecture of GLM 4.5: an MLP in the first layers, then sigmoid-routed and shared experts."""
     eps = config.number("rms_norm_eps", 1e-5)
     qk_norm = QkNorm("head", eps) if config.flag("use_qk_norm", False) else None
 

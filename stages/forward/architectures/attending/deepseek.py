@@ -14,28 +14,29 @@ from typing import Any
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import read_activation, yarn_magnitude
+from ..hybrids.mamba_families import none_if_one
 from ..mixers import ChannelMixerSpec, ExpertsSpec, LatentAttentionSpec
-from ..transformer import ConfigReader, RopeConfig
+from ..transformer import TRY_TRANSFORMERS, ConfigReader, RopeConfig
 from . import builders as build
 from .builders import TensorShapes, family
 from .experts import DEEPSEEK_SPELLING, ExpertDefaults, is_listed_dense, sigmoid_experts
-from .olmo_granite import none_if_one
 
 
 @dataclass(frozen=True)
 class _LatentDefaults:
-    """Sizes of latent attention for keys that a config leaves out."""
+    """Sizes of latent attention for keys that a config.json leaves out."""
 
     key_size: int = 128
-    """Key entries of a head without rope, qk_nope_head_dim."""
+    """Number of key entries of a head without rope (config key qk_nope_head_dim)."""
     rope_size: int = 64
-    """Key entries with rope, which all heads share, qk_rope_head_dim."""
+    """Number of key entries with rope, which all heads share (config key qk_rope_head_dim)."""
     value_size: int | None = 128
-    """Value entries of a head, v_head_dim; None divides hidden_size by the number of heads."""
+    """Number of value entries of a head (config key v_head_dim); None divides hidden_size by the number of
+    heads."""
     rank: int = 512
-    """Rank of the latent of keys and values, kv_lora_rank."""
+    """Width of the latent of keys and values (config key kv_lora_rank)."""
     query_rank: int = 1536
-    """Rank of the query projection, q_lora_rank."""
+    """Width of the latent of queries (config key q_lora_rank)."""
 
 
 def _latent_decoder(
@@ -48,11 +49,11 @@ def _latent_decoder(
     factor: float = 1.0,
     **options: Any,
 ) -> ComposedArchitecture:
-    """A decoder with latent attention (DeepSeek-V2, 2024, section 2.1).
+    """Architecture of a decoder with latent attention (DeepSeek-V2, 2024, section 2.1).
 
     Arguments:
         config: The config.json.
-        channel_mixer: Channel mixer of all layers, or a function from a layer number to its channel mixer.
+        channel_mixer: Channel mixer of all layers, or a function (number of a layer) -> its channel mixer.
         max_positions: Default of max_position_embeddings.
         defaults: Sizes for keys that the config leaves out.
         may_interleave: Whether rope_interleave is read, with default true; otherwise rope never rotates
@@ -72,7 +73,7 @@ def _latent_decoder(
         # Null in DeepSeek-V2 Lite, which projects queries directly.
         config.optional_integer("q_lora_rank", defaults.query_rank),
         has_bias=build.attention_bias(config),
-        # Queries and keys both grow by that factor, so that scores grow by its square.
+        # Queries and keys are both multiplied by the magnitude, so scores are multiplied by its square.
         scale=(key_size + rope_size) ** -0.5 * _rope_magnitude(config) ** 2,
         factor=factor,
     )
@@ -94,7 +95,7 @@ def _latent_decoder(
 
 
 def _rope_magnitude(config: ConfigReader) -> float:
-    """Factor of queries and of keys where YaRN stretches rope (mscale_all_dim); 1 without it."""
+    """Factor of queries and of keys in a model with YaRN and mscale_all_dim; 1 in other models."""
     parameters = config.mapping("rope_scaling") or config.mapping("rope_parameters")
     rope = ConfigReader(parameters, f"{config.source}: rope_parameters")
     kind = rope.text("rope_type", rope.text("type", "default"))
@@ -103,9 +104,9 @@ def _rope_magnitude(config: ConfigReader) -> float:
 
 
 def _require_head_dim(config: ConfigReader) -> None:
-    """Check that head_dim, if present, is qk_rope_head_dim.
+    """Check that the config keys head_dim and qk_rope_head_dim agree, if both are present.
 
-    The reference computes rotation angles for head_dim entries if config.json has that key. DeepSeek-V3 and
+    transformers computes rotation angles for head_dim entries if config.json has that key. DeepSeek-V3 and
     Kimi K2 do not have it; transformers writes the width of the shared keys.
 
     Raises:
@@ -118,8 +119,8 @@ def _require_head_dim(config: ConfigReader) -> None:
     width = config.integer("qk_rope_head_dim", 64)
     if rotated != width:
         raise ConfigError(
-            f"{config.source}: expected head_dim, by which angles are made, to be qk_rope_head_dim={width}, "
-            f"found {rotated}; leave head_dim out"
+            f"{config.source}: expected head_dim, from which transformers computes rotation angles, to equal "
+            f"qk_rope_head_dim ({width}), found {rotated}; remove head_dim from the file"
         )
 
 
@@ -129,7 +130,7 @@ def _dense_first(
     mlp: Callable[[], ChannelMixerSpec],
     experts: Callable[[], ChannelMixerSpec],
 ) -> Callable[[int], ChannelMixerSpec]:
-    """Function from a layer number to its channel mixer: an MLP in the first layers, then experts.
+    """Make a function (number of a layer) -> its channel mixer: an MLP in the first layers, then experts.
 
     Arguments:
         config: The config.json.
@@ -142,16 +143,19 @@ def _dense_first(
 
 
 def _grouped_experts(config: ConfigReader, *, bias: bool) -> ExpertsSpec:
-    """Experts chosen by softmax scores (DeepSeek-V2, 2024, section 2.2.2).
+    """Spec of experts that are chosen by softmax scores (DeepSeek-V2, 2024, section 2.2.2).
 
     With topk_method "group_limited_greedy" only experts of the groups with the largest scores are chosen.
-    bias: whether experts have biases.
+
+    Arguments:
+        config: The config.json.
+        bias: Whether experts have biases.
     """
     width, method = config.integer("moe_intermediate_size", 1407), config.text("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise ConfigError(
-            f"{config.source}: expected topk_method 'greedy' or 'group_limited_greedy', found {method!r}; "
-            "this model cannot run here"
+            f"{config.source}: expected topk_method to be 'greedy' or 'group_limited_greedy', found "
+            f"{method!r}; {TRY_TRANSFORMERS}"
         )
     # Group keys may be present but unused with topk_method "greedy".
     is_grouped = method != "greedy"
@@ -171,7 +175,7 @@ def _grouped_experts(config: ConfigReader, *, bias: bool) -> ExpertsSpec:
 
 @family("deepseek_v2", "DeepSeek-V2", follows_is_causal=False)
 def deepseek_v2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """DeepSeek-V2: latent attention; softmax-routed experts."""
+    """Architecture of DeepSeek-V2: latent attention; softmax-routed experts."""
     bias = config.flag("mlp_bias", False)
     return _latent_decoder(
         config,
@@ -186,7 +190,7 @@ def deepseek_v2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
 
 @family("deepseek_v3", "DeepSeek-V3 and R1", follows_is_causal=False)
 def deepseek_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """DeepSeek-V3 and R1: latent attention; sigmoid-routed experts in groups."""
+    """Architecture of DeepSeek-V3 and R1: latent attention; sigmoid-routed experts in groups."""
     _require_head_dim(config)
 
     def experts() -> ExpertsSpec:
@@ -204,8 +208,8 @@ def deepseek_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
 
 @family("glm4_moe_lite", "GLM 4.7 Flash", follows_is_causal=False)
 def glm4_moe_lite(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """GLM 4.7 Flash: latent attention; an MLP in the first layer or where mlp_layer_types lists it, then
-    experts."""
+    """Architecture of GLM 4.7 Flash: latent attention; an MLP in the first layer or where mlp_layer_types
+    lists it, then experts."""
 
     def channel_mixer(layer: int) -> ChannelMixerSpec:
         listed = is_listed_dense(config, layer)
@@ -225,8 +229,8 @@ def glm4_moe_lite(config: ConfigReader, shapes: TensorShapes) -> ComposedArchite
 
 @family("minicpm3", "MiniCPM 3", follows_is_causal=False)
 def minicpm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Factors of the embedding, of each layer's outputs (by the number of layers), and of the logits (by the
-    width) (Hu et al., MiniCPM, 2024, section 3)."""
+    """Architecture of MiniCPM 3: factors of the embedding, of each layer's outputs (by the number of layers),
+    and of the logits (by the width) (Hu et al., MiniCPM, 2024, section 3)."""
     layers, hidden = config.integer("num_hidden_layers"), config.integer("hidden_size")
     depth = config.optional_number("scale_depth", 1.4)
     residual = 1.0 if depth is None else depth / math.sqrt(layers)
@@ -247,7 +251,7 @@ def minicpm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("youtu", "Youtu-LLM", follows_is_causal=False)
 def youtu(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Youtu-LLM: latent attention and a dense MLP."""
+    """Architecture of Youtu-LLM: latent attention and a dense MLP."""
     _require_head_dim(config)
     return _latent_decoder(
         config,

@@ -24,7 +24,8 @@ from .qwen import QWEN1_SPELLING
     aliases={"num_hidden_layers": "num_layers", "hidden_act": "activation_function"},
 )
 def exaone(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """EXAONE 3 as computed by the code in its repositories on the Hugging Face hub, not by transformers."""
+    """Architecture of EXAONE 3 as computed by the code in its repositories on the Hugging Face hub, not by
+    transformers."""
     return build.decoder(
         config,
         build.attention(config),
@@ -43,7 +44,8 @@ def exaone(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("exaone4", "EXAONE 4")
 def exaone4(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Rope only in layers with a sliding window; in all layers of a model without windows."""
+    """Architecture of EXAONE 4: rope only in layers with a sliding window; in all layers of a model without
+    windows."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
@@ -61,7 +63,7 @@ def exaone4(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("exaone_moe", "K-EXAONE")
 def exaone_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """K-EXAONE: rope only in layers with a window; sigmoid-routed experts."""
+    """Architecture of K-EXAONE: rope only in layers with a window; sigmoid-routed experts."""
     eps = config.number("rms_norm_eps", 1e-5)
 
     def channel_mixer(layer: int) -> ChannelMixerSpec:
@@ -101,7 +103,8 @@ HUNYUAN_SPELLING = replace(LLAMA, attention_norms=("query_layernorm", "key_layer
 def _stretched_by_alpha(
     config: ConfigReader, head_dim: int, max_positions: int | None, windows: Windows
 ) -> tuple[RopeConfig, ...]:
-    """`Ropes` of Hunyuan: rope_type "dynamic" with an `alpha` means a larger base for all prompt lengths."""
+    """Rope of each layer of Hunyuan, in which rope_type "dynamic" with a key alpha means a larger base for
+    all prompt lengths."""
     parameters = config.mapping("rope_scaling") or config.mapping("rope_parameters")
     if parameters.get("rope_type", parameters.get("type")) != "dynamic" or not parameters.get("alpha"):
         return (build.rope()(config, head_dim, max_positions),) * len(windows)
@@ -114,7 +117,7 @@ def _stretched_by_alpha(
 
 @family("hunyuan_v1_dense", "Hunyuan, dense")
 def hunyuan_v1_dense(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Hunyuan: queries and keys are normalised after rope."""
+    """Architecture of Hunyuan: queries and keys are normalised after rope."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
@@ -130,8 +133,8 @@ def hunyuan_v1_dense(config: ConfigReader, shapes: TensorShapes) -> ComposedArch
 
 @family("hunyuan_v1_moe", "Hunyuan A13B")
 def hunyuan_v1_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Routed experts and a shared expert of the same width in every layer; moe_topk may be a list with the
-    number of experts per token for each layer."""
+    """Architecture of Hunyuan with experts: routed experts and a shared expert of the same width in every
+    layer; moe_topk may be a list with the number of experts per token for each layer."""
     eps = config.number("rms_norm_eps", 1e-5)
 
     def experts(layer: int) -> ExpertsSpec:
@@ -165,7 +168,7 @@ def hunyuan_v1_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
 
 @family("hy_v3", "Hunyuan 3")
 def hy_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Hunyuan 3: sigmoid-routed experts in all layers but the first."""
+    """Architecture of Hunyuan 3: sigmoid-routed experts in all layers but the first."""
     eps, bias = config.number("rms_norm_eps", 1e-5), config.flag("mlp_bias", False)
 
     def channel_mixer(layer: int) -> ChannelMixerSpec:
@@ -200,7 +203,7 @@ def hy_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("ernie4_5", "ERNIE 4.5, 0.3B")
 def ernie4_5(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """ERNIE 4.5, dense: rope of neighbouring entries."""
+    """Architecture of ERNIE 4.5, dense: rope of neighbouring entries."""
     bias = config.flag("use_bias", False)
     return build.decoder(
         config,
@@ -214,7 +217,8 @@ def ernie4_5(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("ernie4_5_moe", "ERNIE 4.5 with experts")
 def ernie4_5_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Experts in some layers, chosen by softmax scores plus a correction bias, and shared experts."""
+    """Architecture of ERNIE 4.5 with experts: experts in some layers, chosen by softmax scores plus a
+    correction bias, and shared experts."""
     bias = config.flag("use_bias", False)
     start = config.integer("moe_layer_start_index", 1, least=0)
     # moe_layer_end_index = -1 means the last layer.

@@ -28,20 +28,25 @@ DEEPSEEK_SPELLING = replace(LLAMA, experts=ExpertNames(shared="mlp.shared_expert
 
 
 def is_listed_dense(config: ConfigReader, layer: int) -> bool | None:
-    """Whether mlp_layer_types lists a layer as dense (an MLP without experts); None without that list.
+    """Whether the config key mlp_layer_types lists a layer as dense (an MLP without experts); None if the key
+    is absent.
+
+    Arguments:
+        config: The config.json.
+        layer: Number of the layer.
 
     Raises:
         ConfigError: The list has another length than the number of layers, or an unknown type.
     """
-    listed, layers = config.strings("mlp_layer_types"), build.layers_of(config)
-    if listed is None:
+    types, layers = config.strings("mlp_layer_types"), build.layers_of(config)
+    if types is None:
         return None
-    if len(listed) != layers or not set(listed) <= {"dense", "sparse"}:
+    if len(types) != layers or not set(types) <= {"dense", "sparse"}:
         raise ConfigError(
-            f"{config.source}: expected mlp_layer_types to say dense or sparse for each of {layers} layers, "
-            f"found {listed!r}; correct the file, or fetch it again"
+            f"{config.source}: expected mlp_layer_types to list 'dense' or 'sparse' for each of {layers} "
+            f"layers, found {types!r}; correct the file, or fetch it again"
         )
-    return listed[layer] == "dense"
+    return types[layer] == "dense"
 
 
 def qwen_experts(
@@ -61,7 +66,7 @@ def qwen_experts(
         count: Default of the number of routed experts.
         chosen: Default of the number of experts per token.
         width: Default of the hidden width of a routed expert.
-        width_key: Config key of that width.
+        width_key: Config key of the hidden width of a routed expert.
         shared: Default of the shared expert's hidden width; 0 for no shared expert.
         sums_to_one: Default of norm_topk_prob: whether weights of the top-k experts sum to 1.
     """
@@ -80,32 +85,33 @@ def qwen_experts(
 
 @dataclass(frozen=True)
 class ExpertDefaults:
-    """Default values of expert settings in config.json; None marks a required config key."""
+    """Values of expert settings for keys that a config.json leaves out; None marks a required key."""
 
     count: int | None
     """Number of routed experts."""
     chosen: int | None
-    """Number of routed experts per token, num_experts_per_tok."""
+    """Number of routed experts per token (config key num_experts_per_tok)."""
     width: int
-    """Hidden width of an expert, moe_intermediate_size."""
+    """Hidden width of an expert (config key moe_intermediate_size)."""
     shared: int | None = 1
     """Number of shared experts."""
     groups: tuple[int, int] = (1, 1)
-    """Number of groups of experts, and of groups that a token may choose from: n_group and topk_group."""
+    """Number of groups of experts, and of groups that a token may choose from (config keys n_group and
+    topk_group)."""
     factor: float = 1.0
     """Factor of the sum of the routed experts' outputs."""
 
 
 @dataclass(frozen=True)
 class ExpertKeys:
-    """Config keys whose names differ between families."""
+    """Names of the config keys of experts that differ between families."""
 
     count: str = "n_routed_experts"
-    """Number of routed experts; num_local_experts is read if this key is absent."""
+    """Config key of the number of routed experts; num_local_experts is read if it is absent."""
     shared: str = "n_shared_experts"
-    """Number of shared experts."""
+    """Config key of the number of shared experts."""
     factor: str = "routed_scaling_factor"
-    """Factor of the sum of the routed experts' outputs."""
+    """Config key of the factor of the sum of the routed experts' outputs."""
 
 
 def sigmoid_experts(

@@ -21,7 +21,7 @@ GEMMA_SPELLING = replace(LLAMA, ln2="pre_feedforward_layernorm")
 
 
 def _scale(config: ConfigReader) -> float:
-    """Factor of the scores, 1 / sqrt(query_pre_attn_scalar)."""
+    """Factor of the attention scores: 1 / sqrt of the config key query_pre_attn_scalar."""
     # Not always head_dim: Gemma 2 27B has a scalar of 144 and heads of 128.
     return 1 / math.sqrt(config.positive("query_pre_attn_scalar", 256.0))
 
@@ -35,7 +35,7 @@ def _scaled_embedding(config: ConfigReader) -> dict[str, Any]:
 
 @family("gemma", "Gemma 1, CodeGemma", reports_unread_keys=True)
 def gemma(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Gemma 1: norms with weight 1 + w, scaled embeddings, tanh-GELU."""
+    """Architecture of Gemma 1: norms with weight 1 + w, scaled embeddings, tanh-GELU."""
     # Configs of Gemma 1 say "gelu" and mean the tanh approximation.
     act = read_activation(config, "gelu_pytorch_tanh", gelu_is_tanh=True)
     width, bias = config.integer("head_dim", 256), build.attention_bias(config)
@@ -53,8 +53,8 @@ def gemma(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("gemma2", "Gemma 2", reports_unread_keys=True)
 def gemma2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Gemma 2: norms before and after each half of a layer, soft caps of scores and logits, windows in even
-    layers."""
+    """Architecture of Gemma 2: norms before and after each half of a layer, soft caps of scores and logits,
+    windows in even layers."""
     size = config.optional_integer("sliding_window", 4096)
     return build.decoder(
         config,
@@ -87,8 +87,8 @@ def gemma2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     follows_bidirectional=True,
 )
 def gemma3_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Gemma 3: as Gemma 2, with norms of queries and keys instead of the soft cap of scores, and two
-    ropes."""
+    """Architecture of Gemma 3: as Gemma 2, with norms of queries and keys instead of the soft cap of scores,
+    and two ropes."""
     eps = config.number("rms_norm_eps", 1e-6)
     return build.decoder(
         config,
@@ -118,7 +118,7 @@ def gemma3_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
 
 @family("vaultgemma", "VaultGemma")
 def vaultgemma(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """VaultGemma: as Gemma 2, without norms after attention and MLP."""
+    """Architecture of VaultGemma: as Gemma 2, without norms after attention and MLP."""
     return build.decoder(
         config,
         build.attention(

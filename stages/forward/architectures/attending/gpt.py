@@ -57,14 +57,16 @@ def _four_times(config: ConfigReader) -> int:
 
 
 def _scale(config: ConfigReader, head_dim: int) -> float:
-    """Factor of the scores; 1 if scale_attn_weights is false."""
+    """Factor of the attention scores: 1 / sqrt(head_dim), or 1 if the config key scale_attn_weights is
+    false."""
     return head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0
 
 
 @family("openai-gpt", "GPT-1", aliases={**GPT2_ALIASES, "hidden_act": "afn"}, reads_tensors=True)
 def gpt1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """GPT-1, with post-norms: each norm is applied to the sum of stream and output, as later in BERT."""
-    # The reference maps the name "gelu" to the tanh approximation in GPT-1.
+    """Architecture of GPT-1, with post-norms: each norm is applied to the sum of stream and output, as later
+    in BERT."""
+    # transformers maps the name "gelu" to the tanh approximation in GPT-1.
     act, width = read_activation(config, "gelu", gelu_is_tanh=True), _four_times(config)
     spelling = replace(
         GPT2_SPELLING,
@@ -92,8 +94,8 @@ def gpt1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     "gpt2", "GPT-2, DistilGPT-2", aliases=GPT2_ALIASES, never=("add_cross_attention",), reads_tensors=True
 )
 def gpt2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """GPT-2; with scale_attn_by_inverse_layer_idx, scores of layer i are also divided by i + 1 (Mistral's
-    GPT-2 training runs)."""
+    """Architecture of GPT-2; with scale_attn_by_inverse_layer_idx, scores of layer i are also divided by i +
+    1 (Mistral's GPT-2 training runs)."""
     heads = build.attention(config, bias=True, layout="by part")
     act = read_activation(config, "gelu_new")
     # A function as mixer, since the scale depends on the layer.
@@ -124,7 +126,8 @@ def gpt2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     reads_tensors=True,
 )
 def gpt_bigcode(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """With multi_query, all query heads share one key and value head."""
+    """Architecture of GPT BigCode (StarCoder, SantaCoder): with multi_query, all query heads share one key
+    and value head."""
     is_shared = config.flag("multi_query", True)
     heads = config.integer("num_attention_heads")
     spec = build.attention(
@@ -148,24 +151,24 @@ def gpt_bigcode(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
 
 
 def _windows_of_gpt_neo(config: ConfigReader) -> Windows:
-    """Windows of GPT-Neo: attention_types lists [layer kinds, repetitions], where kinds are "global" and
-    "local".
+    """Window of each layer of GPT-Neo, in keys; None for full attention. The config key attention_types lists
+    pairs [kinds of layers, repetitions], in which kinds are "global" (full attention) and "local".
 
     Raises:
         ConfigError: The list does not give a known kind for each layer.
     """
-    layers, listed = build.layers_of(config), config.raw.get("attention_types")
-    if listed is None:
-        # The reference's default pattern alternates between global and local.
-        listed = [[config.strings("attention_layers") or ["global", "local"] * (layers // 2), 1]]
+    layers, patterns = build.layers_of(config), config.raw.get("attention_types")
+    if patterns is None:
+        # transformers' default pattern alternates between global and local.
+        patterns = [[config.strings("attention_layers") or ["global", "local"] * (layers // 2), 1]]
     try:
-        kinds = [kind for kinds, times in listed for _ in range(times) for kind in kinds]
+        kinds = [kind for pattern, repetitions in patterns for kind in list(pattern) * repetitions]
     except (TypeError, ValueError):
         kinds = []
     if len(kinds) != layers or not set(kinds) <= {"global", "local"}:
         raise ConfigError(
-            f"{config.source}: expected attention_types to say global or local for each of {layers} layers, "
-            f"found {listed!r}; correct the file, or fetch it again"
+            f"{config.source}: expected attention_types to list 'global' or 'local' for each of {layers} "
+            f"layers, found {patterns!r}; correct the file, or fetch it again"
         )
     confirm_derived(config, "attention_layers", kinds)
     window = config.integer("window_size", 256)
@@ -183,7 +186,7 @@ def _windows_of_gpt_neo(config: ConfigReader) -> Windows:
     reads_tensors=True,
 )
 def gpt_neo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """GPT-Neo: unscaled scores, and local windows in layers that attention_types lists."""
+    """Architecture of GPT-Neo: unscaled scores, and local windows in layers that attention_types lists."""
     spelling = replace(
         GPT2_SPELLING, attention="attn.attention.", attention_out="out_proj", is_transposed=False
     )
@@ -203,11 +206,11 @@ def gpt_neo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 def _rope_of_gptj(
     config: ConfigReader, head_dim: int, max_positions: int | None, windows: Windows
 ) -> tuple[RopeConfig, ...]:
-    """`Ropes` of GPT-J: the first rotary_dim entries of a head rotate, always with base 10000."""
+    """Rope of each layer of GPT-J: the first rotary_dim entries of a head rotate, always with base 10000."""
     if config.raw.get("rotary_dim", 64) is None:
         raise ConfigError(
-            f"{config.source}: expected rotary_dim to be a positive integer, found null, with which the "
-            "reference cannot run either; correct the file, or fetch it again"
+            f"{config.source}: expected rotary_dim to be a positive integer, found null, with which "
+            "transformers cannot run the model either; correct the file, or fetch it again"
         )
     return (RopeConfig(10000.0, config.integer("rotary_dim", 64), interleaved=True),) * len(windows)
 
@@ -230,13 +233,13 @@ def _gptj(config: ConfigReader, **fields: Any) -> ComposedArchitecture:
 
 @family("gptj", "GPT-J", aliases=GPT2_ALIASES)
 def gptj(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """GPT-J: parallel attention and MLP, rope of the first entries of a head."""
+    """Architecture of GPT-J: parallel attention and MLP, rope of the first entries of a head."""
     return _gptj(config)
 
 
 @family("codegen", "CodeGen", aliases=GPT2_ALIASES)
 def codegen(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """CodeGen: GPT-J with one tensor of queries, values and keys in four parts."""
+    """Architecture of CodeGen: GPT-J with one tensor of queries, values and keys in four parts."""
     return _gptj(config, layout="by fourths")
 
 
@@ -247,7 +250,8 @@ def codegen(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     reads_tensors=True,
 )
 def gpt_neox(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """GPT-NeoX: parallel attention and MLP with a norm each, unless use_parallel_residual is false."""
+    """Architecture of GPT-NeoX: parallel attention and MLP with a norm each, unless use_parallel_residual is
+    false."""
     spelling = Spelling(
         embed="gpt_neox.embed_in",
         head="embed_out",
@@ -274,7 +278,7 @@ def gpt_neox(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("stablelm", "StableLM 2 and 3B", never=("qk_layernorm",))
 def stablelm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """StableLM: Llama with layer norms and rope of a quarter of each head."""
+    """Architecture of StableLM: Llama with layer norms and rope of a quarter of each head."""
     return build.decoder(
         config,
         build.attention(config, kv_heads=32, qkv_bias=config.flag("use_qkv_bias", False)),
@@ -288,7 +292,7 @@ def stablelm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("starcoder2", "StarCoder 2", reports_unread_keys=True)
 def starcoder2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """StarCoder 2: plain MLPs, biases, and a sliding window."""
+    """Architecture of StarCoder 2: plain MLPs, biases, and a sliding window."""
     bias, act = config.flag("use_bias", True), read_activation(config, "gelu_pytorch_tanh")
     return build.decoder(
         config,
@@ -304,7 +308,7 @@ def starcoder2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
 
 @family("persimmon", "Persimmon", never=("head_dim", "num_key_value_heads"))
 def persimmon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Persimmon: layer norms of queries and keys, squared ReLU."""
+    """Architecture of Persimmon: layer norms of queries and keys, squared ReLU."""
     eps = config.number("layer_norm_eps", 1e-5)
     qk_norm = QkNorm("head", eps, "layer") if config.flag("qk_layernorm", True) else None
     return build.decoder(
@@ -327,7 +331,8 @@ def persimmon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
 
 @family("phi", "Phi 1, 1.5 and 2")
 def phi(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Phi: parallel attention and MLP with one norm, rope of half of each head, biases everywhere."""
+    """Architecture of Phi: parallel attention and MLP with one norm, rope of half of each head, biases
+    everywhere."""
     eps = config.number("layer_norm_eps", 1e-5)
     qk_norm = QkNorm("head", eps, "layer") if config.flag("qk_layernorm", False) else None
     return build.decoder(

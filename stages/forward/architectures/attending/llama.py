@@ -14,7 +14,7 @@ from ..families import read_activation
 from ..hybrids.linear_families import MIXTRAL_PARTS
 from ..layer_tensors import LLAMA, ExpertNames
 from ..mixers import AttentionSpec, DifferentialSpec, ExpertsSpec, MlpSpec, QkNorm, TemperatureTuning
-from ..transformer import ConfigReader, RopeConfig
+from ..transformer import TRY_TRANSFORMERS, ConfigReader, RopeConfig
 from . import builders as build
 from .builders import TensorShapes, Windows, family
 
@@ -34,7 +34,7 @@ def _mlp_bias(config: ConfigReader) -> bool:
 
 @family("llama", "Llama 2 and 3, SmolLM", reports_unread_keys=True)
 def llama(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Llama."""
+    """Architecture of Llama."""
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config)),
@@ -46,7 +46,8 @@ def llama(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("helium", "Helium 1", reports_unread_keys=True)
 def helium(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Helium: rope of neighbouring entries; heads of a width that does not depend on hidden_size."""
+    """Architecture of Helium: rope of neighbouring entries; heads of a width that does not depend on
+    hidden_size."""
     width, bias = config.integer("head_dim", 128), build.attention_bias(config)
     return build.decoder(
         config,
@@ -59,7 +60,7 @@ def helium(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("phi3", "Phi 3 and 3.5", reports_unread_keys=True)
 def phi3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Phi 3: fused projections, sliding window, longrope under older names."""
+    """Architecture of Phi 3: fused projections, sliding window, longrope under older names."""
     # The first configs of Phi 3 call longrope "su" or "yarn".
     rope = build.rope_everywhere(
         is_partial=True, original_context=4096, aliases={"su": "longrope", "yarn": "longrope"}
@@ -76,7 +77,7 @@ def phi3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("arcee", "AFM")
 def arcee(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """AFM: Llama with plain MLPs and squared ReLU."""
+    """Architecture of AFM: Llama with plain MLPs and squared ReLU."""
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config)),
@@ -88,7 +89,7 @@ def arcee(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("seed_oss", "Seed-OSS")
 def seed_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Seed-OSS: Llama with biases of queries, keys and values."""
+    """Architecture of Seed-OSS: Llama with biases of queries, keys and values."""
     return build.decoder(
         config,
         build.attention(
@@ -106,8 +107,8 @@ def seed_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("smollm3", "SmolLM 3")
 def smollm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Rope in three of four layers; the layers without rope have a sliding window if the config enables
-    it."""
+    """Architecture of SmolLM 3: rope in three of four layers; the layers without rope have a sliding window
+    if the config enables it."""
 
     def types(config: ConfigReader, layers: int) -> list[str]:
         # Windows are only for layers without rope.
@@ -130,7 +131,8 @@ def smollm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("apertus", "Apertus")
 def apertus(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Apertus: plain MLPs with xIELU, whose parameters are learned; norms of queries and keys."""
+    """Architecture of Apertus: plain MLPs with xIELU, whose parameters are learned; norms of queries and
+    keys."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
@@ -149,7 +151,8 @@ def apertus(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("bitnet", "BitNet b1.58 2B4T, its plain weights")
 def bitnet(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """RMS norms before the attention output projection and before the MLP down projection."""
+    """Architecture of BitNet: RMS norms before the attention output projection and before the MLP down
+    projection."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
@@ -163,7 +166,8 @@ def bitnet(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("cwm", "Code World Model")
 def cwm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Code World Model: full attention in the first of every four layers, windows in the others."""
+    """Architecture of Code World Model: full attention in the first of every four layers, windows in the
+    others."""
     return build.decoder(
         config,
         build.attention(config, head_dim=128, kv_heads=8),
@@ -181,8 +185,9 @@ def cwm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("diffllama", "DiffLlama", follows_is_causal=False)
 def diffllama(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Differential attention: each pair of heads uses the difference of two attention patterns; the initial
-    lambda grows with the layer number (Ye et al., Differential Transformer, 2024, section 2.1)."""
+    """Architecture of DiffLlama: differential attention: each pair of heads uses the difference of two
+    attention patterns; the initial lambda grows with the layer number (Ye et al., Differential Transformer,
+    2024, section 2.1)."""
     eps, heads = (
         config.number("rms_norm_eps", 1e-5),
         build.attention(config, bias=build.attention_bias(config)),
@@ -203,8 +208,8 @@ def diffllama(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
 
 @family("doge", "Doge without experts", never=("is_moe",))
 def doge(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Scores have a term computed from the value at the key's position (dynamic mask), and the stream is
-    multiplied by learned weights before each addition."""
+    """Architecture of Doge: scores have a term computed from the value at the key's position (dynamic mask),
+    and the stream is multiplied by learned weights before each addition."""
     eps = config.number("rms_norm_eps", 1e-6)
     model = build.decoder(
         config,
@@ -216,7 +221,7 @@ def doge(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
             2048,
             windows=build.window_everywhere(
                 config
-            ),  # With more keys, the reference masks those with the smallest value scores.
+            ),  # With more keys, transformers masks those with the smallest value scores.
             longest=config.integer("keep_window_size", 2048),
         ),
         eps=eps,
@@ -227,7 +232,7 @@ def doge(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("internlm3", "InternLM 3", aliases={"attention_bias": "qkv_bias", "mlp_bias": "bias"})
 def internlm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """InternLM 3: Llama with other key names of biases."""
+    """Architecture of InternLM 3: Llama with other key names of biases."""
     return build.decoder(
         config,
         build.attention(config, head_dim=128, kv_heads=2, bias=build.attention_bias(config)),
@@ -239,7 +244,7 @@ def internlm3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
 
 @family("internlm2", "InternLM 2 and 2.5")
 def internlm2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """InternLM 2, with queries, keys and values in one tensor.
+    """Architecture of InternLM 2, with queries, keys and values in one tensor.
 
     Reference for this and the next two families is the code in their repositories on the Hugging Face hub.
     """
@@ -266,13 +271,13 @@ def internlm2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
 
 @family("baichuan", "Baichuan 7B")
 def baichuan(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Baichuan 7B: Llama with queries, keys and values in one tensor."""
+    """Architecture of Baichuan 7B: Llama with queries, keys and values in one tensor."""
     # Baichuan 13B has ALiBi and no max_position_embeddings; Baichuan 2 normalises the rows of its LM head and
     # has z_loss_weight.
     if "z_loss_weight" in config.raw or "max_position_embeddings" not in config.raw:
         raise ConfigError(
-            f"{config.source}: expected the config of Baichuan 7B, found that of a 13B or of Baichuan 2, "
-            "which is not followed; this model cannot run here"
+            f"{config.source}: expected the config of Baichuan 7B, found that of Baichuan 13B or Baichuan 2; "
+            f"{TRY_TRANSFORMERS}"
         )
     return build.decoder(
         config,
@@ -286,7 +291,7 @@ def baichuan(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("iquestcoder", "IQuest-Coder", never=("clip_qkv", "use_sliding_window"))
 def iquestcoder(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """IQuest-Coder: Llama with heads of width 128."""
+    """Architecture of IQuest-Coder: Llama with heads of width 128."""
     return build.decoder(
         config,
         build.attention(config, head_dim=128, kv_heads=8, bias=build.attention_bias(config)),
@@ -298,7 +303,7 @@ def iquestcoder(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
 
 @family("jais2", "Jais 2")
 def jais2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Jais 2: layer norms, biases, plain MLPs with squared ReLU."""
+    """Architecture of Jais 2: layer norms, biases, plain MLPs with squared ReLU."""
     return build.decoder(
         config,
         build.attention(config, bias=config.flag("attention_bias", True)),
@@ -313,7 +318,8 @@ def jais2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("nanochat", "nanochat")
 def nanochat(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Norms without weights; queries and keys are normalised after rope, whose angles are negative."""
+    """Architecture of nanochat: norms without weights; queries and keys are normalised after rope, whose
+    angles are negative."""
     eps = config.number("rms_norm_eps", 1e-6)
     qk_norm = QkNorm("head", eps, has_weights=False, after_rope=True)
     return build.decoder(
@@ -331,7 +337,8 @@ def nanochat(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("nemotron", "Nemotron and Minitron")
 def nemotron(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Nemotron and Minitron: layer norms with weight 1 + w, rope of half of each head, squared ReLU."""
+    """Architecture of Nemotron and Minitron: layer norms with weight 1 + w, rope of half of each head,
+    squared ReLU."""
     return build.decoder(
         config,
         build.attention(config, bias=build.attention_bias(config)),
@@ -349,8 +356,8 @@ CHUNKED, FULL = "chunked_attention", "full_attention"
 
 
 def _chunks(config: ConfigReader) -> Windows:
-    """Chunk size of each layer, None for full attention. If layer_types is absent, layers with rope attend
-    within chunks.
+    """For each layer of Llama 4, the length in tokens of the chunks within which it attends; None for full
+    attention. If the config key layer_types is absent, layers with rope attend within chunks.
 
     Raises:
         ConfigError: layer_types does not list a known type for each layer.
@@ -368,11 +375,13 @@ def _chunks(config: ConfigReader) -> Windows:
 
 
 def _mlp_of_llama4(config: ConfigReader, layer: int) -> MlpSpec | ExpertsSpec:
-    """Channel mixer of a layer of Llama 4: routed and shared experts in layers that moe_layers lists, by
-    default in every interleave_moe_layer_step-th; an MLP of width intermediate_size_mlp in the others."""
-    step, listed = config.integer("interleave_moe_layer_step", 1), config.raw.get("moe_layers")
+    """Spec of the channel mixer of a layer of Llama 4: routed and shared experts in layers that the config
+    key moe_layers lists, by default in every interleave_moe_layer_step-th; an MLP in the others. layer:
+    number of the layer."""
+    step, expert_layers = config.integer("interleave_moe_layer_step", 1), config.raw.get("moe_layers")
     act = read_activation(config)
-    if (layer + 1) % step if listed is None else layer not in listed:
+    has_experts = (layer + 1) % step == 0 if expert_layers is None else layer in expert_layers
+    if not has_experts:
         return MlpSpec(config.integer("intermediate_size_mlp", 16384), act)
     width = config.integer("intermediate_size", 8192)
     return ExpertsSpec(
@@ -389,8 +398,9 @@ def _mlp_of_llama4(config: ConfigReader, layer: int) -> MlpSpec | ExpertsSpec:
 
 @family("llama4_text", "Llama 4 Scout and Maverick, their text model", follows_is_causal=False)
 def llama4_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Layers with rope normalise queries and keys after it, without weights, and attend within chunks; layers
-    without rope scale queries by log(position) (attention temperature tuning)."""
+    """Architecture of Llama 4: layers with rope normalise queries and keys after it, without weights, and
+    attend within chunks; layers without rope scale queries by log(position) (attention temperature
+    tuning)."""
     eps = config.number("rms_norm_eps", 1e-5)
     heads = build.attention(config, head_dim=128, kv_heads=8, bias=build.attention_bias(config))
     has_norms = config.flag("use_qk_norm", True)
@@ -399,7 +409,7 @@ def llama4_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
     def tuning() -> TemperatureTuning | None:
         if not config.raw.get("attn_temperature_tuning", True):  # an integer, 4, in some released files
             return None
-        # Offset 1: the reference counts positions from 1 in this formula.
+        # Offset 1: transformers counts positions from 1 in this formula.
         return TemperatureTuning(config.number("attn_scale", 0.1), config.integer("floor_scale", 8192), 1)
 
     def mixer(rope: RopeConfig | None, window: int | None, layer: int) -> AttentionSpec:
@@ -421,7 +431,7 @@ def llama4_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
             LLAMA,
             mlp="feed_forward.",
             experts=ExpertNames(
-                room="feed_forward.",
+                prefix="feed_forward.",
                 parts=("experts.gate_up_proj", "experts.down_proj"),
                 ending="",
                 shared="feed_forward.shared_expert.",
@@ -455,7 +465,7 @@ def llama4_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
     always={"block_type": "llama", "layer_norm_type": "rms", "rope": True},
 )
 def llada(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """LLaDA: Llama with bidirectional attention."""
+    """Architecture of LLaDA: Llama with bidirectional attention."""
     return build.decoder(
         config,
         build.attention(config, qkv_bias=config.flag("include_qkv_bias", False)),

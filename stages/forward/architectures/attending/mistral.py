@@ -13,7 +13,7 @@ from ..families import read_activation
 from ..hybrids.linear_families import MIXTRAL_PARTS
 from ..layer_tensors import LLAMA, ExpertNames
 from ..mixers import ExpertsSpec, TemperatureTuning
-from ..transformer import ConfigReader
+from ..transformer import TRY_TRANSFORMERS, ConfigReader
 from . import builders as build
 from .builders import TensorShapes, family
 
@@ -31,14 +31,14 @@ MINISTRAL_YARN = {
 """rope_parameters of Ministral 3."""
 MIXTRAL_SPELLING = replace(
     LLAMA,
-    experts=ExpertNames(room="block_sparse_moe.", parts=MIXTRAL_PARTS),
+    experts=ExpertNames(prefix="block_sparse_moe.", parts=MIXTRAL_PARTS),
 )
 
 
 @family("ministral", "Ministral 8B", reports_unread_keys=True)
 @family("mistral", "Mistral 7B", reports_unread_keys=True)
 def mistral(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Mistral and Ministral: Llama with a sliding window."""
+    """Architecture of Mistral and Ministral: Llama with a sliding window."""
     size = config.optional_integer("sliding_window", 4096)
     # All layers have the window unless layer_types says otherwise.
     return build.decoder(
@@ -54,7 +54,7 @@ def mistral(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("mixtral", "Mixtral 8x7B and 8x22B")
 def mixtral(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Mixtral: Mistral with experts, weighed by a softmax over the scores of the top k."""
+    """Architecture of Mixtral: Mistral with experts, weighed by a softmax over the scores of the top k."""
     return build.decoder(
         config,
         build.attention(config, kv_heads=8),
@@ -75,8 +75,8 @@ def mixtral(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("ministral3", "Ministral 3", never=("layer_types",))
 def ministral3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Queries are scaled by log(position) with parameters in rope_parameters (attention temperature
-    tuning)."""
+    """Architecture of Ministral 3: queries are scaled by log(position) with parameters in rope_parameters
+    (attention temperature tuning)."""
     parameters = config.mapping("rope_scaling") or config.mapping("rope_parameters") or MINISTRAL_YARN
     rope = ConfigReader(dict(parameters), f"{config.source}: rope_parameters")
     tuning = TemperatureTuning(
@@ -97,12 +97,12 @@ def ministral3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
 
 @family("phimoe", "Phi 3.5 MoE")
 def phimoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Mixtral with layer norms and biases, and two experts per token that sparse mixing chooses one after the
-    other (Liu et al., GRIN, 2024)."""
+    """Architecture of Phi 3.5 MoE: Mixtral with layer norms and biases, and two experts per token that sparse
+    mixing chooses one after the other (Liu et al., GRIN, 2024)."""
     if (top_k := config.integer("num_experts_per_tok", 2)) != 2:
         raise ConfigError(
-            f"{config.source}: expected num_experts_per_tok to be 2, as many as sparse mixing weighs, found "
-            f"{top_k}; this model cannot run here"
+            f"{config.source}: expected num_experts_per_tok to be 2, because sparse mixing routes to two "
+            f"experts, found {top_k}; {TRY_TRANSFORMERS}"
         )
     experts = ExpertsSpec(
         config.integer("num_local_experts", 16),

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ..composed import ComposedArchitecture
 from ..families import read_activation
+from ..hybrids.mamba_families import none_if_one
 from ..layer_tensors import LLAMA, ExpertNames
 from ..mixers import ChannelMixerSpec, ExpertsSpec, GatedAttentionSpec, QkNorm, RoutedAttentionSpec
 from ..transformer import ConfigReader, RopeConfig
@@ -24,7 +25,6 @@ from .experts import (
     qwen_experts,
     sigmoid_experts,
 )
-from .olmo_granite import none_if_one
 
 GPT_OSS_YARN = {
     "rope_type": "yarn",
@@ -38,7 +38,8 @@ GPT_OSS_YARN = {
 
 @family("gpt_oss", "gpt-oss 20B and 120B")
 def gpt_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Attention sinks; experts with biases, whose gate and up projections are clamped."""
+    """Architecture of gpt-oss: attention sinks; experts with biases, whose gate and up projections are
+    clamped."""
     experts = ExpertsSpec(
         config.integer("num_local_experts", config.integer("num_experts", 128)),
         config.integer("num_experts_per_tok", 4),
@@ -72,8 +73,8 @@ def gpt_oss(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("afmoe", "Trinity")
 def afmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Gated heads; rope only in layers with a window; with mup_enabled, embeddings times
-    sqrt(hidden_size)."""
+    """Architecture of Trinity (AFMoE): gated heads; rope only in layers with a window; with mup_enabled,
+    embeddings times sqrt(hidden_size)."""
     eps, bias = config.number("rms_norm_eps", 1e-5), build.attention_bias(config)
     is_scaled = config.flag("mup_enabled", False)
     heads = build.attention(config, head_dim=128, bias=bias, qk_norm=QkNorm("head", eps))
@@ -114,13 +115,14 @@ def afmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("dots1", "dots.llm1")
 def dots1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """dots.llm1: norms of queries and keys, an MLP in the first layers, then sigmoid-routed experts."""
+    """Architecture of dots.llm1: norms of queries and keys, an MLP in the first layers, then sigmoid-routed
+    experts."""
     eps = config.number("rms_norm_eps", 1e-6)
 
     def channel_mixer(layer: int) -> ChannelMixerSpec:
         if layer < config.integer("first_k_dense_replace", 0, least=0):
             return build.mlp(config)
-        # The reference has no defaults for the numbers of experts of dots.llm1.
+        # transformers has no defaults for the numbers of experts of dots.llm1.
         defaults = ExpertDefaults(count=None, chosen=None, width=1408, shared=None)
         return sigmoid_experts(config, defaults, sums_to_one=False)
 
@@ -139,13 +141,14 @@ def dots1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 @family(
     "jetmoe",
     "JetMoE 8B",
-    # The reference ignores rms_norm_eps in layers and uses 1e-6 there.
+    # transformers ignores rms_norm_eps in layers and uses 1e-6 there.
     always={"rms_norm_eps": 1e-6},
     aliases={"head_dim": "kv_channels", "hidden_act": "activation_function"},
     follows_is_causal=False,
 )
 def jetmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Attention consists of routed experts, too; each expert has num_key_value_heads query heads."""
+    """Architecture of JetMoE: attention consists of routed experts, too; each expert has num_key_value_heads
+    query heads."""
     count, top_k = config.integer("num_local_experts", 8), config.integer("num_experts_per_tok", 2)
     kv_heads = config.integer("num_key_value_heads", 16)
     # At each token, the heads of its top-k experts attend, num_key_value_heads each.
@@ -173,15 +176,17 @@ def jetmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         spelling=replace(
             LLAMA,
             attention="self_attention.",
-            experts=ExpertNames(room="mlp.", router="router.layer", parts=("input_linear", "output_linear")),
+            experts=ExpertNames(
+                prefix="mlp.", router="router.layer", parts=("input_linear", "output_linear")
+            ),
         ),
     )
 
 
 @family("kolibri1", "Kolibri 1")
 def kolibri1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Experts chosen by router logits plus a correction bias and weighed by sigmoids; rope only in layers
-    with a window."""
+    """Architecture of Kolibri 1: experts chosen by router logits plus a correction bias and weighed by
+    sigmoids; rope only in layers with a window."""
     eps = config.number("rms_norm_eps", 1e-6)
     experts = ExpertsSpec(
         config.integer("num_experts", config.integer("num_local_experts", 384)),
@@ -191,7 +196,7 @@ def kolibri1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         routing="sigmoid of chosen",
         shared_size=config.integer("shared_expert_intermediate_size", 512),
         sums_to_one=config.flag("norm_topk_prob", False),
-        # The reference adds no epsilon to the sum of the weights.
+        # transformers adds no epsilon to the sum of the weights.
         sum_eps=0.0,
     )
     return build.decoder(
@@ -216,7 +221,7 @@ def kolibri1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("mellum", "Mellum 2")
 def mellum(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Mellum 2: different ropes in windows and in full attention; softmax-routed experts."""
+    """Architecture of Mellum 2: different ropes in windows and in full attention; softmax-routed experts."""
     eps = config.number("rms_norm_eps", 1e-6)
 
     def channel_mixer(layer: int) -> ChannelMixerSpec:
@@ -241,7 +246,7 @@ def mellum(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("solar_open", "Solar Open")
 def solar_open(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Solar Open: sigmoid-routed experts in all layers."""
+    """Architecture of Solar Open: sigmoid-routed experts in all layers."""
     return build.decoder(
         config,
         build.attention(config, head_dim=128, kv_heads=8, qkv_bias=config.flag("attention_bias", False)),

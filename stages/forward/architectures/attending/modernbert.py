@@ -37,33 +37,34 @@ MODERNBERT_SPELLING = Spelling(
 
 
 def _windows(config: ConfigReader, *, itself: int) -> Windows:
-    """Windows of `local_attention // 2` keys on each side; every third layer has full attention.
+    """Window of each layer, in keys; None for full attention, in every third layer by default. A query sees
+    `local_attention // 2` keys on each side.
 
     Arguments:
         config: The config.json.
-        itself: 1 if the query is counted besides these keys; 0 if it is one of them.
+        itself: 1 if the query's own key is counted besides these keys; 0 if it is one of them.
 
     Raises:
-        ConfigError: `sliding_window`, which the reference derives from `local_attention`, contradicts it.
+        ConfigError: `sliding_window`, which transformers derives from `local_attention`, contradicts it.
     """
     half = config.integer("local_attention", 128) // 2
-    listed, layers = config.integer("sliding_window", half), build.layers_of(config)
-    if listed != half and config.has("local_attention"):
+    window, layers = config.integer("sliding_window", half), build.layers_of(config)
+    if window != half and config.has("local_attention"):
         raise ConfigError(
-            f"{config.source}: expected sliding_window to be half of local_attention ({half}), found "
-            f"{listed}; correct the file, or fetch it again"
+            f"{config.source}: expected sliding_window to be half of local_attention, {half}, found "
+            f"{window}; correct the file, or fetch it again"
         )
     period = config.integer("global_attn_every_n_layers", 3)
     types = config.strings("layer_types") or [
         "sliding_attention" if layer % period else "full_attention" for layer in range(layers)
     ]
-    return listed_windows(config, types, listed + itself, layers)
+    return listed_windows(config, types, window + itself, layers)
 
 
 def _modernbert(
     config: ConfigReader, spelling: Spelling, windows: Windows, *, looks_ahead: bool | None, layout: str
 ) -> ComposedArchitecture:
-    """Architecture of a ModernBERT.
+    """Architecture of ModernBERT, encoder or decoder.
 
     Arguments:
         config: The config.json, under the usual names of its keys.
@@ -106,14 +107,15 @@ def _modernbert(
 
 @family("modernbert", "ModernBERT", aliases={"rope_theta": "global_rope_theta"})
 def modernbert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """ModernBERT, a bidirectional encoder."""
+    """Architecture of ModernBERT, a bidirectional encoder."""
     windows = _windows(config, itself=1)
     return _modernbert(config, MODERNBERT_SPELLING, windows, looks_ahead=True, layout="by part")
 
 
 @family("modernbert-decoder", "Ettin, its decoders", aliases={"rope_theta": "global_rope_theta"})
 def modernbert_decoder(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """A causal decoder: windows are half as long as those of the encoder, and include the query."""
+    """Architecture of Ettin's causal decoders: windows are half as long as those of the encoder,
+    and include the query."""
     spelling = replace(
         MODERNBERT_SPELLING,
         attention_in="",
@@ -125,7 +127,7 @@ def modernbert_decoder(config: ConfigReader, shapes: TensorShapes) -> ComposedAr
 
 @family("eurobert", "EuroBERT")
 def eurobert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """EuroBERT: Llama with bidirectional attention."""
+    """Architecture of EuroBERT: Llama with bidirectional attention."""
     bias = config.flag("mlp_bias", False)
     return build.decoder(
         config,
@@ -139,7 +141,7 @@ def eurobert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
 
 @family("esmc", "ESM Cambrian")
 def esmc(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Outputs of attention and MLP are multiplied by sqrt(36 / number of layers)."""
+    """Architecture of ESM C: outputs of attention and MLP are multiplied by sqrt(36 / number of layers)."""
     residual = math.sqrt(36 / build.layers_of(config))
     qk_norm = QkNorm("all", 1e-5, "layer", has_bias=False)
     factors = (1.0, 1.0, residual)
@@ -205,7 +207,7 @@ def _rotary_bert(
 
 @family("nomic_bert", "Nomic Embed")
 def nomic_bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Nomic Embed: BERT with rope and gated MLPs."""
+    """Architecture of Nomic Embed: BERT with rope and gated MLPs."""
     eps = config.number("layer_norm_eps", 1e-12)
     base = bert_spelling("nomic_bert.")
     spelling = replace(
@@ -234,7 +236,7 @@ def nomic_bert(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
 
 @family("jina_embeddings_v3", "Jina Embeddings 3")
 def jina_embeddings_v3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Jina Embeddings 3: XLM-RoBERTa with rope."""
+    """Architecture of Jina Embeddings 3: XLM-RoBERTa with rope."""
     eps = config.number("layer_norm_eps", 1e-5)
     spelling = replace(
         roberta_spelling("roberta."),

@@ -11,6 +11,7 @@ from typing import Any
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import read_activation
+from ..hybrids.mamba_families import none_if_one
 from ..layer_tensors import LLAMA, ExpertNames
 from ..mixers import AttentionSpec, ExpertsSpec, QkNorm
 from ..transformer import ConfigReader, RopeConfig
@@ -21,7 +22,8 @@ from .experts import qwen_experts
 
 @family("olmo", "OLMo 1")
 def olmo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Layer norms without weights and biases; with clip_qkv, queries, keys and values are clipped."""
+    """Architecture of OLMo: layer norms without weights and biases; with clip_qkv, queries, keys and values
+    are clipped."""
     return build.decoder(
         config,
         build.attention(
@@ -32,14 +34,14 @@ def olmo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         norm_type="layer",
         norm_biases="none",
         has_norm_weights=False,
-        # A constant in the reference; the config has no key for it.
+        # A constant in transformers; the config has no key for it.
         eps=1e-5,
     )
 
 
 @family("olmo2", "OLMo 2")
 def olmo2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """OLMo 2: norms after attention and MLP, and of queries and keys over all heads."""
+    """Architecture of OLMo 2: norms after attention and MLP, and of queries and keys over all heads."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
@@ -53,7 +55,7 @@ def olmo2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("olmo3", "Olmo 3")
 def olmo3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Olmo 3: OLMo 2 with sliding windows in three of four layers."""
+    """Architecture of Olmo 3: OLMo 2 with sliding windows in three of four layers."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
@@ -69,10 +71,10 @@ def olmo3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     )
 
 
-# The reference clips OLMoE's queries and keys after their norm; `clip_qkv` here clips before it.
+# transformers clips OLMoE's queries and keys after their norm; `clip_qkv` here clips before it.
 @family("olmoe", "OLMoE", never=("clip_qkv",))
 def olmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """OLMoE: norms of queries and keys over all heads; softmax-routed experts."""
+    """Architecture of OLMoE: norms of queries and keys over all heads; softmax-routed experts."""
     eps = config.number("rms_norm_eps", 1e-5)
     return build.decoder(
         config,
@@ -85,7 +87,7 @@ def olmoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("flex_olmo", "FlexOlmo")
 def flex_olmo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """FlexOlmo: OLMo 2 with softmax-routed experts."""
+    """Architecture of FlexOlmo: OLMo 2 with softmax-routed experts."""
     eps = config.number("rms_norm_eps", 1e-6)
     return build.decoder(
         config,
@@ -101,7 +103,7 @@ GRANITE_SPELLING = replace(
     LLAMA,
     mlp_parts=("input_linear", "output_linear"),
     experts=ExpertNames(
-        room="block_sparse_moe.",
+        prefix="block_sparse_moe.",
         router="router.layer",
         parts=("input_linear", "output_linear"),
         shared="shared_mlp.",
@@ -109,18 +111,13 @@ GRANITE_SPELLING = replace(
 )
 
 
-def none_if_one(factor: float) -> float | None:
-    """The factor, or None if it is 1 and changes nothing (`ComposedArchitecture.embedding_scale`)."""
-    return None if factor == 1 else factor
-
-
 def _residual(config: ConfigReader) -> float:
-    """Factor of the outputs of attention and MLP."""
+    """Factor of the outputs of attention and MLP, from the config key residual_multiplier."""
     return config.number("residual_multiplier", 1.0)
 
 
 def _attention(config: ConfigReader, **fields: Any) -> AttentionSpec:
-    """Attention of Granite. fields: further arguments of `attention` in builders.py."""
+    """Sizes and switches of Granite's attention. fields: further arguments of `attention` in builders.py."""
     return build.attention(
         config,
         bias=build.attention_bias(config),
@@ -131,7 +128,7 @@ def _attention(config: ConfigReader, **fields: Any) -> AttentionSpec:
 
 
 def _ends(config: ConfigReader) -> dict[str, Any]:
-    """Fields of `ComposedArchitecture`: factors of the embeddings and of the logits."""
+    """Fields of `ComposedArchitecture` by name, for Granite: factors of the embeddings and of the logits."""
     return {
         "embedding_scale": none_if_one(config.number("embedding_multiplier", 1.0)),
         # Granite divides logits by logits_scaling.
@@ -140,7 +137,8 @@ def _ends(config: ConfigReader) -> dict[str, Any]:
 
 
 def _experts(config: ConfigReader, *, has_shared: bool = True) -> ExpertsSpec:
-    """Experts of Granite, all in one tensor. has_shared: whether the family may have a shared expert."""
+    """Spec of Granite's experts, which checkpoints store in one tensor. has_shared: whether the family may
+    have a shared expert."""
     return ExpertsSpec(
         config.integer("num_local_experts", 8),
         config.integer("num_experts_per_tok", 2),
@@ -155,7 +153,7 @@ def _experts(config: ConfigReader, *, has_shared: bool = True) -> ExpertsSpec:
 
 @family("granite", "Granite 3")
 def granite(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Granite 3: Llama with four factors."""
+    """Architecture of Granite 3: Llama with four factors."""
     return build.decoder(
         config,
         _attention(config),
@@ -169,7 +167,7 @@ def granite(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 @family("granitemoeshared", "Granite 3.1 MoE with a shared expert")
 @family("granitemoe", "Granite 3 MoE")
 def granitemoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Granite 3 with experts, and a shared expert in 3.1."""
+    """Architecture of Granite 3 with experts, and a shared expert in 3.1."""
     return build.decoder(
         config,
         _attention(config),
@@ -182,7 +180,8 @@ def granitemoe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
 
 
 def _rope_by_theta(config: ConfigReader, head_dim: int, max_positions: int | None, windows: Windows) -> Any:
-    """`Ropes` of Granite with windows: layer_rope_theta may list a base for each layer, 0 for no rope.
+    """Rope of each layer of Granite with windows: the config key layer_rope_theta may list a base for each
+    layer, 0 for no rope.
 
     Raises:
         ConfigError: layer_rope_theta does not list a number for each layer.
@@ -209,7 +208,7 @@ def _rope_by_theta(config: ConfigReader, head_dim: int, max_positions: int | Non
 
 @family("granite_swa", "Granite with windows and sinks")
 def granite_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Granite with sliding windows, attention sinks, and possibly a rope base per layer."""
+    """Architecture of Granite with sliding windows, attention sinks, and possibly a rope base per layer."""
     return build.decoder(
         config,
         _attention(config, kv_heads=4, attention_sinks=True),
@@ -225,7 +224,8 @@ def granite_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
 
 @family("granitemoe_swa", "Granite MoE with windows and sinks")
 def granitemoe_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Granite with experts, sliding windows, attention sinks, and possibly a rope base per layer."""
+    """Architecture of Granite with experts, sliding windows, attention sinks, and possibly a rope base per
+    layer."""
     return build.decoder(
         config,
         _attention(config, attention_sinks=True),
@@ -249,8 +249,9 @@ def granitemoe_swa(config: ConfigReader, shapes: TensorShapes) -> ComposedArchit
 
 @family("hyperclovax", "HyperCLOVA X SEED Think", always={"use_post_norm": True})
 def hyperclovax(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Factors like those of Granite, with three differences: logits are multiplied instead of divided, the
-    default scale of scores is 1 / sqrt(head_dim), and outputs are multiplied after their post-norm."""
+    """Architecture of HyperCLOVA X: factors like those of Granite, with three differences: logits are
+    multiplied instead of divided, the default scale of scores is 1 / sqrt(head_dim), and outputs are
+    multiplied after their post-norm."""
     head_dim = config.integer("hidden_size") // config.integer("num_attention_heads")
     scale = config.number("attention_multiplier", config.integer("head_dim", head_dim) ** -0.5)
     residual = _residual(config)

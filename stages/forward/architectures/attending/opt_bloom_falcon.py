@@ -12,11 +12,11 @@ from dataclasses import replace
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture
 from ..families import read_activation
+from ..hybrids.mamba_families import none_if_one
 from ..layer_tensors import LLAMA, Spelling
-from ..transformer import ConfigReader
+from ..transformer import TRY_TRANSFORMERS, ConfigReader
 from . import builders as build
 from .builders import TensorShapes, family
-from .olmo_granite import none_if_one
 
 FIRST_ROW = 2
 """Row of the first position in tables of positions made by fairseq, whose rows 0 and 1 are for padding."""
@@ -43,7 +43,7 @@ FAIRSEQ_SPELLING = Spelling(
     reads_tensors=True,
 )
 def opt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """OPT, except for the 350M model, whose norms and embedding width differ."""
+    """Architecture of OPT, except for the 350M model, whose norms and embedding width differ."""
     bias = config.flag("enable_bias", True)
     spelling = replace(
         FAIRSEQ_SPELLING,
@@ -73,14 +73,14 @@ def _embedding_scale(config: ConfigReader) -> float | None:
 
 @family("biogpt", "BioGPT")
 def biogpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """BioGPT: learned positions, scaled embeddings."""
+    """Architecture of BioGPT: learned positions, scaled embeddings."""
     return build.decoder(
         config,
         build.attention(config, bias=True),
         build.mlp(config, read_activation(config, "gelu"), is_gated=False, bias=True),
         context=build.position_table(config, 1024, start_row=FIRST_ROW),
         norm_type="layer",
-        # PyTorch's default; the reference ignores layer_norm_eps here.
+        # PyTorch's default; transformers ignores layer_norm_eps here.
         eps=1e-5,
         embedding_scale=_embedding_scale(config),
         tied=True,
@@ -108,13 +108,13 @@ def biogpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     never=("add_cross_attention",),
 )
 def xglm(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """XGLM, with positions encoded as sines and cosines."""
-    # The reference zeroes row pad_token_id of its table; from row 2 on, that row belongs to a real position.
+    """Architecture of XGLM, with positions encoded as sines and cosines."""
+    # transformers zeroes row pad_token_id of its table; from row 2 on, that row belongs to a real position.
     pad = config.raw.get("pad_token_id")
     if isinstance(pad, int) and pad >= FIRST_ROW:
         raise ConfigError(
-            f"{config.source}: expected pad_token_id below {FIRST_ROW}, found {pad}, at which the reference "
-            "has no position; this model cannot run here"
+            f"{config.source}: expected pad_token_id to be below {FIRST_ROW}, because transformers zeroes "
+            f"that row of the table of positions, found {pad}; {TRY_TRANSFORMERS}"
         )
     return build.decoder(
         config,
@@ -139,17 +139,18 @@ def _slopes(heads: int) -> tuple[float, ...]:
     to the number of heads; further heads get values between these (Press et al., Train Short, Test Long,
     2021, section 3, and its reference code)."""
     power = 2 ** math.floor(math.log2(heads))
-    base, between = (2 ** -(2 ** -(math.log2(size) - 3)) for size in (power, 2 * power))
-    beyond = [between**place for place in range(1, 2 * (heads - power), 2)]
-    return (*(base**place for place in range(1, power + 1)), *beyond)
+    # First slopes of geometric sequences of `power` and of 2 `power` slopes.
+    base, finer_base = (2 ** -(2 ** -(math.log2(size) - 3)) for size in (power, 2 * power))
+    further = [finer_base**exponent for exponent in range(1, 2 * (heads - power), 2)]
+    return (*(base**exponent for exponent in range(1, power + 1)), *further)
 
 
 def _slopes_of_mpt(heads: int) -> tuple[float, ...]:
-    """ALiBi slopes of MPT, one per head. If the number of heads is no power of two, it takes the slopes of
-    the next power of two, those at even places first."""
+    """ALiBi slopes of MPT, one per head. If the number of heads is no power of two, they are taken from the
+    slopes for the next power of two, every second slope first."""
     power = 2 ** math.ceil(math.log2(heads))
-    whole = [2 ** -(place * 8 / power) for place in range(1, power + 1)]
-    return tuple(whole if power == heads else (whole[1::2] + whole[::2])[:heads])
+    slopes = [2 ** -(number * 8 / power) for number in range(1, power + 1)]
+    return tuple(slopes if power == heads else (slopes[1::2] + slopes[::2])[:heads])
 
 
 BLOOM_SPELLING = replace(
@@ -173,7 +174,7 @@ BLOOM_SPELLING = replace(
     reads_tensors=True,
 )
 def bloom(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """BLOOM: ALiBi, and a norm of the embeddings."""
+    """Architecture of BLOOM: ALiBi, and a norm of the embeddings."""
     slopes = _slopes(config.integer("num_attention_heads"))
     # BLOOM has no config key for the width of its MLP.
     width = 4 * config.integer("hidden_size")
@@ -205,19 +206,20 @@ def bloom(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     reads_tensors=True,
 )
 def mpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """MPT, with attention settings in attn_config; those that the reference does not implement are refused.
+    """Architecture of MPT, with attention settings in attn_config; those that transformers does not implement
+    are refused.
 
     Raises:
         ConfigError: attn_config has a value that is not implemented, or softmax_scale 0.
     """
     section = ConfigReader(config.mapping("attn_config"), f"{config.source}: attn_config")
-    followed = {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention"}
-    followed |= {"qk_ln": False, "prefix_lm": False}
-    for key, value in followed.items():
+    implemented = {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention"}
+    implemented |= {"qk_ln": False, "prefix_lm": False}
+    for key, value in implemented.items():
         if section.raw.get(key, value) != value:
             raise ConfigError(
-                f"{section.source}: expected {key} to be {value!r}, found {section.raw[key]!r}, which is not "
-                "followed for mpt; this model cannot run here"
+                f"{section.source}: expected {key} to be {value!r}, found {section.raw[key]!r}; "
+                f"{TRY_TRANSFORMERS}"
             )
     slopes = _slopes_of_mpt(config.integer("num_attention_heads"))
     # clip_qkv 0 means no clip, as null does.
@@ -227,8 +229,8 @@ def mpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     scale = section.number("softmax_scale", heads.head_dim**-0.5)
     if scale == 0:
         raise ConfigError(
-            f"{config.source}: expected attn_config.softmax_scale other than 0, with which heads read all "
-            "tokens alike; correct the file, or fetch it again"
+            f"{config.source}: expected attn_config.softmax_scale to be another number than 0, found 0; "
+            "correct the file, or fetch it again"
         )
     spelling = Spelling(
         embed="transformer.wte",
@@ -264,12 +266,12 @@ def mpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         "hidden_size": "n_embed",
     },
     never=("head_dim",),
-    # With ALiBi the reference is inconsistent: its eager attention adds the slopes twice, its fused one once.
+    # With ALiBi transformers is inconsistent: its eager attention adds the slopes twice, its fused one once.
     always={"alibi": False},
     reads_tensors=True,
 )
 def falcon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Falcon in its older (7B) and newer (40B, 180B) architecture.
+    """Architecture of Falcon in its older (7B) and newer (40B, 180B) architecture.
 
     The newer one has num_kv_heads, and in parallel layers by default a norm each for attention and MLP. The
     older one has multi_query, one key head for all query heads.
@@ -284,9 +286,10 @@ def falcon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     norms = config.integer("num_ln_in_parallel_attn", 2 if is_new else 1)
     if (is_new and not is_parallel) or norms > 2 or (norms == 2 and not is_new and is_parallel):
         raise ConfigError(
-            f"{config.source}: expected two norms in parallel layers of the newer architecture alone, found "
-            f"new_decoder_architecture={is_new}, parallel_attn={is_parallel}, "
-            f"num_ln_in_parallel_attn={norms}; this model cannot run here"
+            f"{config.source}: expected parallel_attn to be true if new_decoder_architecture is, and "
+            "num_ln_in_parallel_attn to be 1, or 2 with new_decoder_architecture, found "
+            f"new_decoder_architecture={is_new}, parallel_attn={is_parallel} and "
+            f"num_ln_in_parallel_attn={norms}; {TRY_TRANSFORMERS}"
         )
     # The tensors have other names if attention and MLP have a norm each.
     has_two_norms = is_new and norms == 2

@@ -28,8 +28,8 @@ QWEN1_SPELLING = replace(GPT2_SPELLING, positions="", mlp_parts=("w2", "w1", "c_
     always={"no_bias": True, "rotary_pct": 1.0, "scale_attn_weights": True},
 )
 def qwen(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Qwen 1 as computed by the code in its repositories on the Hugging Face hub, where intermediate_size is
-    the sum of the widths of gate and up projection."""
+    """Architecture of Qwen 1 as computed by the code in its repositories on the Hugging Face hub, where
+    intermediate_size is the sum of the widths of gate and up projection."""
     both = config.integer("intermediate_size")
     if both % 2:
         raise ConfigError(
@@ -41,7 +41,7 @@ def qwen(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         build.attention(config, qkv_bias=True, layout="by part"),
         build.mlp(config, width=both // 2),
         context=build.PositionContext(
-            8192,  # For longer prompts the reference scales queries by log(position) and stretches rope.
+            8192,  # For longer prompts transformers scales queries by log(position) and stretches rope.
             longest=config.integer("seq_length", 8192),
         ),
         eps=config.number("layer_norm_epsilon", 1e-6),
@@ -51,7 +51,8 @@ def qwen(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("qwen2", "Qwen 2 and 2.5", reports_unread_keys=True)
 def qwen2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Qwen 2: Llama with biases of queries, keys and values, and windows in the upper layers."""
+    """Architecture of Qwen 2: Llama with biases of queries, keys and values, and windows in the upper
+    layers."""
     return build.decoder(
         config,
         build.attention(config, kv_heads=32, qkv_bias=True),
@@ -63,7 +64,7 @@ def qwen2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("qwen3", "Qwen 3", reports_unread_keys=True)
 def qwen3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Qwen 3: Qwen 2 with norms of queries and keys instead of biases."""
+    """Architecture of Qwen 3: Qwen 2 with norms of queries and keys instead of biases."""
     eps, bias = config.number("rms_norm_eps", 1e-6), build.attention_bias(config)
     width = config.integer("head_dim", 128)
     return build.decoder(
@@ -78,7 +79,7 @@ def qwen3(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 @family("qwen2_5_vl_text", "Qwen2-VL and Qwen2.5-VL, their text model")
 @family("qwen2_vl_text", "Qwen2-VL and Qwen2.5-VL, their text model")
 def qwen2_vl_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Text models of Qwen2-VL and Qwen2.5-VL, with plain rope (see towers.py)."""
+    """Architecture of the text models of Qwen2-VL and Qwen2.5-VL, with plain rope (see towers.py)."""
     return build.decoder(
         config,
         build.attention(config, kv_heads=8, qkv_bias=True),
@@ -94,7 +95,7 @@ def qwen2_vl_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchite
 
 @family("qwen3_vl_text", "Qwen3-VL, its text model")
 def qwen3_vl_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Text model of Qwen3-VL, with plain rope (see towers.py)."""
+    """Architecture of the text model of Qwen3-VL, with plain rope (see towers.py)."""
     eps = config.number("rms_norm_eps", 1e-6)
     return build.decoder(
         config,
@@ -108,8 +109,9 @@ def qwen3_vl_text(config: ConfigReader, shapes: TensorShapes) -> ComposedArchite
 
 
 def _sparse(config: ConfigReader, experts: Callable[[], ExpertsSpec]) -> Callable[[int], ChannelMixerSpec]:
-    """Function from a layer number to its channel mixer: experts in every decoder_sparse_step-th layer that
-    mlp_only_layers does not list, else an MLP. experts: function that builds the experts."""
+    """Make a function (number of a layer) -> its channel mixer: experts in every decoder_sparse_step-th
+    layer that the config key mlp_only_layers does not list, else an MLP. experts: function that builds the
+    experts."""
     dense_layers = config.raw.get("mlp_only_layers") or []
 
     def mixer(layer: int) -> ChannelMixerSpec:
@@ -122,7 +124,7 @@ def _sparse(config: ConfigReader, experts: Callable[[], ExpertsSpec]) -> Callabl
 
 @family("qwen2_moe", "Qwen 1.5 and 2 MoE")
 def qwen2_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Qwen 1.5 and 2 MoE: softmax-routed experts and a gated shared expert."""
+    """Architecture of Qwen 1.5 and 2 MoE: softmax-routed experts and a gated shared expert."""
 
     def types(config: ConfigReader, layers: int) -> list[str]:
         # Unlike Qwen 2: windows in even layers before max_window_layers.
@@ -145,7 +147,7 @@ def qwen2_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
 
 @family("qwen3_moe", "Qwen 3 MoE")
 def qwen3_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Qwen 3 MoE: Qwen 3 with softmax-routed experts, without a shared expert."""
+    """Architecture of Qwen 3 MoE: Qwen 3 with softmax-routed experts, without a shared expert."""
     eps = config.number("rms_norm_eps", 1e-6)
     if config.flag("use_sliding_window", False):
         windows = build.window_everywhere(config, 4096)
@@ -162,8 +164,8 @@ def qwen3_moe(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectur
 
 @family("Dream", "Dream 7B", never=("use_mrope", "use_sliding_window"))
 def dream(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """A Qwen 2.5 that was trained further as a masked diffusion model (Ye et al., Dream 7B, 2025); reference
-    is the code in its repository on the Hugging Face hub."""
+    """Architecture of Dream: a Qwen 2.5 that was trained further as a masked diffusion model (Ye et al.,
+    Dream 7B, 2025); reference is the code in its repository on the Hugging Face hub."""
     return build.decoder(
         config,
         build.attention(config, qkv_bias=True),

@@ -1,6 +1,6 @@
 """Multimodal models, of which only the text model runs: its section of config.json, and its tensors.
 
-Prompts without images only need the text model; a test compares each of these families with the reference.
+Prompts without images only need the text model; a test compares each of these families with transformers.
 M-RoPE (Qwen2-VL, 2024, section 2.1) rotates by three positions of an image, which are equal for text tokens,
 so that plain rope is exact.
 
@@ -28,15 +28,15 @@ _MROPE_KEYS = ("mrope_section", "mrope_interleaved")
 
 @dataclass(frozen=True)
 class Tower:
-    """A multimodal family, of which the text model runs."""
+    """A family of multimodal models, of which mizarr runs the text model only."""
 
     examples: str
     """Well-known models of the family."""
     text: str
     """model_type of the text model, if text_config does not name one."""
     unread: tuple[str, ...] = ()
-    """Keys of text_config that the reference follows in the text model alone, but not in the multimodal
-    model; they must be null."""
+    """Keys of text_config that transformers reads in the text model, but not in the multimodal model; they
+    must be absent or null."""
 
 
 TOWERS: dict[str, Tower] = {
@@ -64,11 +64,11 @@ TOWERS: dict[str, Tower] = {
 
 
 def text_section(reader: ConfigReader, shapes: TensorShapes) -> ConfigReader:
-    """The config of the text model: the section text_config, or the whole config of older releases without
-    it.
+    """The config of a multimodal model's text model: the section text_config of config.json, or the whole
+    file of older releases without it.
 
     tie_word_embeddings may stand in the section, outside of it, or in both. If both values differ, the head
-    is tied unless the checkpoint has a tensor for it: the reference reads one or the other, by model.
+    is tied unless the checkpoint has a tensor for it: transformers reads one or the other, by model.
 
     Arguments:
         reader: The config.json of the multimodal model.
@@ -84,8 +84,8 @@ def text_section(reader: ConfigReader, shapes: TensorShapes) -> ConfigReader:
     for key in tower.unread:
         if values.get(key) is not None:
             raise ConfigError(
-                f"{reader.source}: expected no {key} in text_config, found {values[key]!r}, which the "
-                f"reference follows in {tower.text} alone; this model cannot run here"
+                f"{reader.source}: expected no {key} in text_config, because transformers ignores it in a "
+                f"{raw['model_type']} model, found {values[key]!r}; remove the key"
             )
     flags = {config["tie_word_embeddings"] for config in (raw, section) if "tie_word_embeddings" in config}
     flags.discard(None)
@@ -107,7 +107,7 @@ def _without_mrope(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_tower(text: Architecture, shapes: TensorShapes) -> Architecture:
-    """The text model's architecture with the tensor names of the multimodal checkpoint.
+    """Architecture of a text model, with the tensor names that a multimodal checkpoint has.
 
     Arguments:
         text: The text model, with the tensor names of a checkpoint of its own.
@@ -122,9 +122,10 @@ def read_tower(text: Architecture, shapes: TensorShapes) -> Architecture:
     embeddings = [name for name in candidates if shapes[name] == (text.vocab_size, text.hidden_size)]
     if len(embeddings) != 1:
         raise ConfigError(
-            f"expected one tensor …{EMBED} of shape {[text.vocab_size, text.hidden_size]}, the text model's "
-            f"embedding, found {len(embeddings)} of {', '.join(candidates) or 'none'}; is config.json of "
-            "another model?"
+            f"expected one tensor whose name ends with {EMBED}, of the shape "
+            f"{[text.vocab_size, text.hidden_size]} of the text model's embedding, found {len(embeddings)} "
+            f"among {', '.join(candidates) or 'no candidates'}; check that config.json and weights are of "
+            "the same model"
         )
     # Checkpoints name the head with or without the prefix of the language model.
     head = next((name for name in HEADS if f"{name}.weight" in shapes), HEADS[0])

@@ -30,7 +30,8 @@ STAMPS = ("transformers_version", "_name_or_path", "_commit_hash", "name_or_path
 
 
 def declared_digest(raw: Mapping[str, Any]) -> str:
-    """Digest of a config.json without `STAMPS`. The order of keys counts, as readers may depend on it."""
+    """Hex digest of a parsed config.json without keys that depend on its writer (`STAMPS`). The order of keys
+    counts, as readers may depend on it."""
     values = {key: value for key, value in raw.items() if key not in STAMPS}
     # As text, since configs may contain Infinity, which the digest refuses as a number.
     return digest("declared", json.dumps(values))
@@ -38,7 +39,7 @@ def declared_digest(raw: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class BridgeConfig(Architecture):
-    """A model that transformers computes."""
+    """Architecture of a model that transformers computes, as measured by running it."""
 
     kind: ClassVar[str] = "bridge"
 
@@ -47,9 +48,9 @@ class BridgeConfig(Architecture):
     class_name: str
     """Class of the model in transformers."""
     transformers: str
-    """Version of transformers."""
+    """Version of transformers with which the model was measured."""
     declared: str
-    """`declared_digest` of its config.json."""
+    """Digest of the model's config.json (`declared_digest`)."""
     context: int
     """Largest length of a prompt, in tokens."""
     vocab_size: int
@@ -57,37 +58,40 @@ class BridgeConfig(Architecture):
     embedded_tokens: int
     """Number of rows of the embedding: token ids that the model accepts."""
     stream_in: str
-    """Place of the stream among a layer's arguments (`TensorPlace.slot`)."""
+    """Place of the residual stream among a layer's arguments: "0" by position, or a name."""
     stream_out: str
-    """Place of the stream in a layer's output (`TensorPlace.slot`)."""
+    """Place of the residual stream in a layer's result: "0" by position, a name, or "" for the whole
+    result."""
     stream_tail: tuple[int, ...]
-    """Sizes of the stream's axes after positions, which the axis "hidden" flattens."""
+    """Sizes of the residual stream's axes after batch and position, which hook points flatten to "hidden"."""
     position_first: bool
     """Whether the stream is [position, batch, …] instead of [batch, position, …]."""
     next_token: bool
     """Whether the model is a causal next-token predictor."""
     norms: Literal["before", "of stream"]
-    """"of stream" if layers normalise the residual stream itself."""
+    """"of stream" if layers normalise the residual stream itself (post-norm), else "before"."""
     found: tuple[FoundLayer, ...]
     """The layers, in order of execution."""
     readout: FoundReadout | None = None
-    """Final norm and head; None if the logits are not computed by these from the last stream."""
+    """Final norm and language head; None if the logits are not computed by these from the last layer's
+    output."""
     remarks: tuple[str, ...] = ()
     """Limitations of the model behind the bridge, one line each."""
 
     @property
     def version(self) -> str:  # type: ignore[override]  # a constant in other kinds
-        """Version of transformers and class that compute the forward pass."""
+        """Version of the forward pass for cache keys: version of transformers and name of the model's
+        class."""
         return f"transformers/{self.transformers}/{self.class_name}"
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the config and of all measurements, without `remarks`."""
+        """Hex digest of config.json and of all measurements, without the `remarks`."""
         return digest("bridge-config", self.fields | {"remarks": None})
 
     @property
     def num_layers(self) -> int:  # type: ignore[override]
-        """See `Architecture`."""
+        """Number of layers."""
         return len(self.found)
 
     @property
@@ -97,18 +101,18 @@ class BridgeConfig(Architecture):
 
     @property
     def context_length(self) -> int:
-        """See `Architecture`."""
+        """Largest length of a prompt, in tokens."""
         return self.context
 
     @property
     def axis_sizes(self) -> AxisSizes:
-        """See `Architecture`; only axes of the stream, as other activations are not known."""
+        """Axis name -> size, only for axes of the residual stream, as other activations are not known."""
         return AxisSizes(hidden=self.hidden_size, one=1)
 
     @cached_property
     def hook_points(self) -> tuple[HookPoint, ...]:
-        """See `Architecture`: the stream, and the outputs of each layer that were measured to add up to its
-        change."""
+        """All hook points, in execution order: the residual stream, and the module outputs of each layer that
+        were measured to add up to its change."""
         points = [HookPoint("embed")]
         for number, layer in enumerate(self.found):
             # A part is only listed if the probe measured that parts add up to the stream's change.
@@ -118,22 +122,23 @@ class BridgeConfig(Architecture):
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """See `Architecture`; mixers are unknown (`OpaqueMixer`)."""
+        """Summary of each layer, in order; how layers mix positions is unknown (`OpaqueMixer`)."""
         return (Layer(OpaqueMixer(), None, self.norms),) * self.num_layers
 
     @property
     def norm_type(self) -> Literal["rms", "gemma_rms", "layer"]:  # type: ignore[override]
-        """Of the final norm; ConfigError for a model without readout."""
+        """Kind of the final norm; ConfigError for a model in which no final norm and head were found."""
         return self.require_readout().norm_type
 
     @property
     def norm_eps(self) -> float:  # type: ignore[override]
-        """Of the final norm; ConfigError for a model without readout."""
+        """Epsilon of the final norm; ConfigError for a model in which no final norm and head were found."""
         return self.require_readout().norm_eps
 
     @property
     def final_logit_softcapping(self) -> float | None:  # type: ignore[override]
-        """Cap of the logits; ConfigError for a model without readout."""
+        """Cap c of the logits, c tanh(logits / c); None for no cap. ConfigError for a model in which no final
+        norm and head were found."""
         return self.require_readout().soft_cap
 
     @property
@@ -143,11 +148,12 @@ class BridgeConfig(Architecture):
 
     @property
     def weight_counts(self) -> None:
-        """None: tensor shapes of layers are unknown."""
+        """Numbers of weights: None, as the shapes of the layers' tensors are unknown."""
 
     @cached_property
     def tensors(self) -> Tensors:
-        """Tensors of the readout only; ConfigError for a model without readout."""
+        """Map from weights to checkpoint tensors, for the final norm and the head only; ConfigError for a
+        model in which they were not found."""
         readout, width = self.require_readout(), self.hidden_size
         factors = () if readout.scale == 1 else ((self.vocab_size, readout.scale),)
         outside = {
@@ -161,12 +167,14 @@ class BridgeConfig(Architecture):
         return Tensors(outside, ({},) * self.num_layers, "layer.{}.", {})
 
     def require_readout(self) -> FoundReadout:
-        """The readout; ConfigError if logits are not computed by a norm and a head from the last stream."""
+        """Final norm and head; ConfigError if the logits are not computed by these from the last layer's
+        output."""
         if self.readout is None:
             raise ConfigError(
-                "expected a final norm and a head that give the logits of the last residual stream, found "
-                f"none in {self.class_name}, which runs behind the transformers bridge; its states cannot be "
-                "unembedded, so capture them, or intervene and read the model's own logits"
+                "expected a model whose logits are computed by a final norm and a head from the last "
+                f"residual stream, found {self.class_name}, which transformers runs and which computes them "
+                "in another way; states cannot be unembedded, so capture them, or intervene and read the "
+                "model's own logits"
             )
         return self.readout
 
@@ -176,12 +184,12 @@ class BridgeConfig(Architecture):
 
     @property
     def predicts_next(self) -> bool:
-        """See `Architecture`."""
+        """Whether the logits at a position predict the next token and depend on no later one."""
         return self.next_token
 
     @cached_property
     def looks_ahead(self) -> bool:
-        """See `Architecture`; measured by the probe."""
+        """Whether positions see later positions, as measured when the model was probed."""
         return not self.next_token
 
     @property
@@ -200,12 +208,13 @@ class BridgeConfig(Architecture):
         return True
 
     def keeps_keys(self, before: int, length: int) -> bool:
-        """See `Architecture`; only for an empty prefix, as no keys are cached."""
+        """Whether keys and values of a prefix of `before` tokens can be reused in a sequence of `length`
+        tokens: only for an empty prefix, as none are cached."""
         return before == 0
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """See `Architecture`: streams and an MLP of usual size; logits, which are computed at all
-        positions."""
+        """Estimated bytes of activations per token, with itemsize bytes per number: residual streams, an MLP
+        of usual size, and logits, which transformers computes at all positions."""
         return itemsize * (32 * self.hidden_size + 2 * self.vocab_size)
 
     def attention_in(self, dtype: str) -> str:
@@ -213,28 +222,20 @@ class BridgeConfig(Architecture):
         return "eager"
 
     def to_json(self) -> dict[str, Any]:
-        """All fields as plain values, for `from_json`."""
+        """Name of each field -> its value as plain values, from which `from_json` makes the architecture."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> BridgeConfig:
         """The architecture from the result of `to_json`. Raises KeyError or TypeError for anything else."""
         values = {field.name: record[field.name] for field in fields(cls)}
+
+        def layer(values: Mapping[str, Any]) -> FoundLayer:
+            parts = (LayerPart(part["kind"], TensorPlace(**part["place"])) for part in values["parts"])
+            return FoundLayer(values["path"], tuple(parts))
+
+        # JSON has lists and objects where the fields have tuples and dataclasses.
         readout = values["readout"]
-        return cls(
-            **values
-            | {
-                "stream_tail": tuple(values["stream_tail"]),
-                "remarks": tuple(values["remarks"]),
-                "readout": None if readout is None else FoundReadout(**readout),
-                "found": tuple(
-                    FoundLayer(
-                        layer["path"],
-                        tuple(
-                            LayerPart(part["kind"], TensorPlace(**part["place"])) for part in layer["parts"]
-                        ),
-                    )
-                    for layer in values["found"]
-                ),
-            }
-        )
+        values["readout"] = None if readout is None else FoundReadout(**readout)
+        values["stream_tail"], values["remarks"] = tuple(values["stream_tail"]), tuple(values["remarks"])
+        return cls(**values | {"found": tuple(map(layer, values["found"]))})

@@ -14,52 +14,52 @@ __all__ = ["FoundLayer", "FoundReadout", "LayerPart", "TensorPlace"]
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Location of a tensor in the output of a module."""
+    """Place of a tensor in the output of a module of a transformers model."""
 
     path: str
-    """Module path, relative to the model, or for `LayerPart` relative to the layer."""
+    """Dotted path of the module, relative to the layer that it is in."""
     slot: str
-    """Position of the tensor in the module output: index ("0"), name, or "" for the whole output."""
+    """Place of the tensor in the module's output: index ("0"), name, or "" for the whole output."""
 
 
 @dataclass(frozen=True)
 class LayerPart:
-    """An output that a layer adds to its stream."""
+    """Output of a module within a layer that the layer adds to the residual stream."""
 
     kind: str
     """Kind of its hook point: "attn_out" or "mlp_out"."""
     place: TensorPlace
-    """Module, relative to the layer, whose output it is, and its position in that output."""
+    """The module, by its path relative to the layer, and the place of the tensor in its output."""
 
 
 @dataclass(frozen=True)
 class FoundLayer:
-    """A layer: one call of a module that maps the stream to the next stream."""
+    """A layer of a transformers model: one call of a module that maps the residual stream to the next one."""
 
     path: str
-    """Path of the module; layers that share weights have the same path."""
+    """Dotted path of the module; layers that share weights have the same path."""
     parts: tuple[LayerPart, ...] = ()
-    """Module outputs whose sum is the layer's change of the stream; () if none were measured."""
+    """Module outputs whose sum is the layer's change of the residual stream; () if none were found."""
 
 
 @dataclass(frozen=True)
 class FoundReadout:
-    """Final norm and head that map the last stream to logits."""
+    """Final norm and language head that map the last layer's output to logits (the readout)."""
 
     norm_path: str
-    """Path of the norm's module."""
+    """Dotted path of the norm's module."""
     norm_type: Literal["rms", "gemma_rms", "layer"]
-    """Kind of norm, `Architecture.norm_type`."""
+    """Kind of norm: RMS norm, RMS norm with 1 + weight, or layer norm."""
     norm_eps: float
     """Epsilon that the norm adds to the mean square or variance."""
     final_norm: str
-    """Tensor name of the norm's weight."""
+    """Name of the checkpoint tensor with the norm's weight."""
     head: str
-    """Tensor name of the head's matrix."""
+    """Name of the checkpoint tensor with the head's matrix."""
     final_norm_bias: str = ""
-    """Tensor name of the norm's bias; "" for none."""
+    """Name of the checkpoint tensor with the norm's bias; "" for no bias."""
     head_bias: str = ""
-    """Tensor name of the head's bias; "" for none."""
+    """Name of the checkpoint tensor with the head's bias; "" for no bias."""
     soft_cap: float | None = None
     """Cap c of the logits, c tanh(logits / c); None for no cap."""
     scale: float = 1.0

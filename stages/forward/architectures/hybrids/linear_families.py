@@ -1,6 +1,6 @@
 """Readers of config.json for hybrids with linear attention or short convolutions: a function per family.
 
-Semantics and defaults are those of the reference implementation (transformers); helpers shared with
+Semantics and defaults are those of Hugging Face transformers; helpers shared with
 state-space models are in mamba_families.py.
 
 Border: one config, and tensor names in families whose checkpoints use two naming schemes; never imports
@@ -27,7 +27,7 @@ from ..mixers import (
     MlpSpec,
     QkNorm,
 )
-from ..transformer import ConfigReader
+from ..transformer import TRY_TRANSFORMERS, ConfigReader
 from .mamba_families import FamilyReader, TensorShapes, composed_of, require_silu, rope_of
 
 __all__ = ["KIN", "LINEAR", "either", "read_linear"]
@@ -37,7 +37,12 @@ MIXTRAL_PARTS = ("w1", "w3", "w2")
 
 
 def read_linear(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """The architecture of a family in `LINEAR`; see `FamilyReader.config`."""
+    """The architecture that a config.json describes whose model_type is in `LINEAR`.
+
+    Arguments:
+        reader: The config.json.
+        shapes: Shapes of the checkpoint's tensors by name; may be empty for most families.
+    """
     return LINEAR[reader.raw["model_type"]].config(reader, shapes)
 
 
@@ -45,8 +50,8 @@ def read_linear(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
 
 
 def _qwen(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Qwen3-Next and Qwen3.5, which differ in the layout of the gated delta nets' projections: "by group" of
-    heads or "by part"."""
+    """Architecture of Qwen3-Next and Qwen3.5, which differ in the layout of the gated delta nets'
+    projections: "by group" of heads or "by part"."""
     model_type = reader.raw["model_type"]
     require_silu(reader, "hidden_act")
     eps, bias = reader.number("rms_norm_eps", 1e-6), reader.flag("attention_bias", False)
@@ -92,12 +97,12 @@ def _qwen(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _qwen_of_images(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """The text model of a multimodal Qwen3.5, whose config is the section text_config."""
+    """Architecture of the text model of a multimodal Qwen3.5, whose config is the section text_config."""
     text = reader.mapping("text_config")
     model_type = f"{reader.raw['model_type']}_text"
     values = [raw.get("tie_word_embeddings") for raw in (reader.raw, text)]
     flags = {flag for flag in values if flag is not None}
-    # If the two values differ, different classes of the reference use different ones; the file decides here.
+    # If the two values differ, different classes of transformers use different ones; the file decides here.
     tied = flags.pop() if len(flags) == 1 else bool(flags) and "lm_head.weight" not in shapes
     section = ConfigReader(
         text | {"model_type": model_type, "tie_word_embeddings": tied}, f"{reader.source}: text_config"
@@ -106,7 +111,8 @@ def _qwen_of_images(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchi
 
 
 def _qwen_channel_mixer(reader: ConfigReader, layer: int, *, is_listed: bool) -> ChannelMixerSpec:
-    """MLP or experts of a layer. is_listed: whether the checkpoint has one tensor per expert."""
+    """Spec of the MLP or experts of a layer of Qwen3-Next or Qwen3.5. layer: its number; is_listed: whether
+    the checkpoint has one tensor per expert."""
     default_count = {"qwen3_next": 512, "qwen3_5_moe_text": 256}.get(reader.raw["model_type"], 0)
     count = reader.integer("num_experts", default_count, least=0) if default_count else 0
     dense = reader.raw.get("mlp_only_layers") or []
@@ -128,7 +134,8 @@ def _qwen_channel_mixer(reader: ConfigReader, layer: int, *, is_listed: bool) ->
 
 
 def _olmo(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Olmo Hybrid, with norms before gated delta nets and their MLPs, but after attention and its MLPs."""
+    """Architecture of Olmo Hybrid, with norms before gated delta nets and their MLPs, but after attention and
+    its MLPs."""
     require_silu(reader, "hidden_act")
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads", 30)
     eps = reader.number("rms_norm_eps", 1e-6)
@@ -152,11 +159,11 @@ def _olmo(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         reader.integer("linear_conv_kernel_dim", 4),
         layout="separate",
         beta_factor=2.0 if reader.flag("linear_allow_neg_eigval", True) else 1.0,
-        norm_eps=1e-5,  # the reference ignores rms_norm_eps here
+        norm_eps=1e-5,  # transformers ignores rms_norm_eps here
     )
     layers = reader.integer("num_hidden_layers")
     default = _attention_every(4, layers)
-    # The reference's default has at least one layer of attention, the last one.
+    # transformers' default has at least one layer of attention, the last one.
     types = _layer_types(
         reader, default if "full_attention" in default else [*default[:-1], "full_attention"]
     )
@@ -187,7 +194,8 @@ def _has_rope(reader: ConfigReader) -> bool:
 
 
 def _kimi(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Kimi Linear: gated delta nets with a decay per key channel, and latent attention without rope."""
+    """Architecture of Kimi Linear: gated delta nets with a decay per key channel, and latent attention
+    without rope."""
     require_silu(reader, "hidden_act")
     eps, linear = reader.number("rms_norm_eps", 1e-5), reader.mapping("linear_attn_config")
     section = ConfigReader(linear, f"{reader.source}: linear_attn_config")
@@ -229,7 +237,7 @@ def _kimi(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         mixer="self_attn.",
         mlp="block_sparse_moe." if is_moved else "mlp.",
         experts=ExpertNames(
-            room="block_sparse_moe.", parts=MIXTRAL_PARTS, shared="block_sparse_moe.shared_experts."
+            prefix="block_sparse_moe.", parts=MIXTRAL_PARTS, shared="block_sparse_moe.shared_experts."
         ),
     )
     context = either(reader, "model_max_length", "max_position_embeddings", 1048576)
@@ -238,7 +246,7 @@ def _kimi(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _kimi_experts(reader: ConfigReader) -> ExpertsSpec:
-    """Experts of Kimi Linear."""
+    """Spec of the experts of Kimi Linear."""
     inner = reader.integer("moe_intermediate_size", 1024)
     return ExpertsSpec(
         either(reader, "num_experts", "num_local_experts", 256),
@@ -255,7 +263,7 @@ def _kimi_experts(reader: ConfigReader) -> ExpertsSpec:
 
 
 def either(reader: ConfigReader, key: str, alias: str, default: int) -> int:
-    """Integer config value with two alternative key names.
+    """The integer at a config key that has two names.
 
     Arguments:
         reader: The config.json.
@@ -269,8 +277,8 @@ def either(reader: ConfigReader, key: str, alias: str, default: int) -> int:
     size = reader.integer(key, reader.integer(alias, default))
     if reader.has(alias) and reader.integer(alias) != size:
         raise ConfigError(
-            f"{reader.source}: expected {key} and {alias} to be equal, as they are two names of one size, "
-            f"found {size} and {reader.integer(alias)}; correct the file, or fetch it again"
+            f"{reader.source}: expected {key} and {alias}, two names of the same size, to be equal, found "
+            f"{size} and {reader.integer(alias)}; correct the file, or fetch it again"
         )
     return size
 
@@ -279,7 +287,7 @@ def either(reader: ConfigReader, key: str, alias: str, default: int) -> int:
 
 
 def _lfm2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """LFM2, dense or with experts in all but its first layers."""
+    """Architecture of LFM2, dense or with experts in all but its first layers."""
     eps, heads = reader.number("norm_eps", 1e-5), reader.integer("num_attention_heads", 32)
     hidden = reader.integer("hidden_size")
     head_dim = reader.integer("head_dim", hidden // heads)
@@ -311,7 +319,7 @@ def _lfm2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         attention_out="out_proj",
         mlp_parts=MIXTRAL_PARTS,
         experts=ExpertNames(
-            router="gate", parts=MIXTRAL_PARTS, correction="expert_bias", room="feed_forward."
+            router="gate", parts=MIXTRAL_PARTS, correction="expert_bias", prefix="feed_forward."
         ),
     )
     # Liquid's configs call the key tie_embedding, transformers tie_word_embeddings.
@@ -321,7 +329,7 @@ def _lfm2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _lfm2_channel_mixer(reader: ConfigReader, layer: int) -> ChannelMixerSpec:
-    """MLP or experts of a layer of LFM2."""
+    """Spec of the MLP or experts of a layer of LFM2; layer: its number."""
     if reader.raw["model_type"] == "lfm2":
         return MlpSpec(_lfm2_mlp_width(reader), "silu")
     if layer < reader.integer("num_dense_layers", 2, least=0):
@@ -356,7 +364,7 @@ def _lfm2_mlp_width(reader: ConfigReader) -> int:
 
 
 def _recurrent_gemma(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """RecurrentGemma (Griffin): RG-LRU layers, and attention in windows."""
+    """Architecture of RecurrentGemma (Griffin): RG-LRU layers, and attention in windows."""
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads", 10)
     activation = read_activation(reader, "gelu_pytorch_tanh", "hidden_activation")
     attention = AttentionSpec(
@@ -398,8 +406,8 @@ def _recurrent_gemma(reader: ConfigReader, shapes: TensorShapes) -> ComposedArch
 
 
 def _rounded(number: float) -> float:
-    """The nearest bfloat16: the reference stores the factor of embeddings in that dtype, whatever the
-    model's."""
+    """The bfloat16 number nearest to a number: transformers stores the factor of embeddings in bfloat16,
+    whatever the dtype of the model."""
     mantissa, exponent = math.frexp(number)
     return math.ldexp(round(mantissa * 256) / 256, exponent)
 
@@ -408,8 +416,8 @@ def _rounded(number: float) -> float:
 
 
 def _minimax(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """MiniMax-01: the normalised stream is carried on as the stream, and each addition weighs stream and
-    output by factors alpha and beta."""
+    """Architecture of MiniMax-01: the normalised stream is carried on as the stream, and each addition weighs
+    stream and output by factors alpha and beta."""
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads", 32)
     head_dim, activation = reader.integer("head_dim", hidden // heads), read_activation(reader)
     layers, weighed = reader.integer("num_hidden_layers"), ("full_attn", "linear_attn", "mlp")
@@ -435,23 +443,25 @@ def _minimax(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     def block(layer: int, kind: str) -> LayerSpec:
         if kind == "full_attention":
             return LayerSpec((attention,), experts, "of stream", (alpha["full_attn"], alpha["mlp"]))
-        # Decays get weaker in later layers; the epsilons are those of the reference (no division by 0).
+        # Decays get weaker in later layers; the epsilons are those of transformers (no division by 0).
         slope = 1 - layer / (layers - 1 + 1e-5) + 1e-5
         lightning = LightningSpec(heads, head_dim, slope, activation, out_factor=beta["linear_attn"])
         return LayerSpec((lightning,), experts, "of stream", (alpha["linear_attn"], alpha["mlp"]))
 
-    types = _layer_types(reader, _alternating(layers))
+    # By default, attention in even layers.
+    default = ["linear_attention" if layer % 2 else "full_attention" for layer in range(layers)]
+    types = _layer_types(reader, default)
     blocks = tuple(block(layer, kind) for layer, kind in enumerate(types))
     spelling = replace(
         LLAMA,
         mixer="self_attn.",
-        experts=ExpertNames(room="block_sparse_moe.", parts=MIXTRAL_PARTS),
+        experts=ExpertNames(prefix="block_sparse_moe.", parts=MIXTRAL_PARTS),
     )
     return composed_of(reader, blocks, spelling, context=131072)
 
 
 def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """MiniMax-M2, with attention in every layer."""
+    """Architecture of MiniMax-M2, with attention in every layer."""
     heads = reader.integer("num_attention_heads", 48)
     head_dim, eps = reader.integer("head_dim", 128), reader.number("rms_norm_eps", 1e-6)
     context, raw = reader.integer("max_position_embeddings", 196608), reader.raw
@@ -477,22 +487,23 @@ def _minimax_m2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
     spelling = replace(
         LLAMA,
         experts=ExpertNames(
-            room="block_sparse_moe.", parts=MIXTRAL_PARTS, correction="e_score_correction_bias"
+            prefix="block_sparse_moe.", parts=MIXTRAL_PARTS, correction="e_score_correction_bias"
         ),
     )
     return composed_of(reader, blocks, spelling, eps=1e-6, context=196608)
-
-
-def _alternating(layers: int) -> list[str]:
-    """Layer types: attention in even layers, linear attention in odd ones."""
-    return [("full_attention", "linear_attention")[layer % 2] for layer in range(layers)]
 
 
 # -- config keys that several families share
 
 
 def _gated_delta(reader: ConfigReader, layout: Literal["by group", "by part"], eps: float) -> GatedDeltaSpec:
-    """Gated delta net of Qwen. layout: of its projections; eps: of the norm of its outputs."""
+    """Sizes and switches of the gated delta nets of Qwen3-Next and Qwen3.5.
+
+    Arguments:
+        reader: The config.json.
+        layout: How a checkpoint stores the projections (`GatedDeltaSpec.layout`).
+        eps: Epsilon of the norm of each head's output.
+    """
     return GatedDeltaSpec(
         reader.integer("linear_num_value_heads", 32),
         reader.integer("linear_num_key_heads", 16),
@@ -505,7 +516,8 @@ def _gated_delta(reader: ConfigReader, layout: Literal["by group", "by part"], e
 
 
 def _attention_every(period: int, layers: int) -> list[str]:
-    """Layer types: attention in every `period`-th layer, linear attention in the others."""
+    """Type of each layer of a model with attention in every `period`-th layer and linear attention in the
+    others."""
     return ["linear_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)]
 
 
@@ -514,7 +526,7 @@ def _layer_types(
     default: list[str],
     allowed: tuple[str, ...] = ("full_attention", "linear_attention"),
 ) -> list[str]:
-    """Type of each layer, layer_types.
+    """Type of each layer, from the config key layer_types.
 
     Arguments:
         reader: The config.json.
@@ -527,19 +539,26 @@ def _layer_types(
     types = _check_types(reader, "layer_types", reader.strings("layer_types") or default, allowed)
     if len(types) != len(default):
         raise ConfigError(
-            f"{reader.source}: expected one layer_types entry per layer ({len(default)}), found "
-            f"{len(types)}; correct the file, or fetch it again"
+            f"{reader.source}: expected layer_types to have one entry for each of {len(default)} layers, "
+            f"found {len(types)} entries; correct the file, or fetch it again"
         )
     return types
 
 
 def _check_types(reader: ConfigReader, key: str, types: list[str], allowed: tuple[str, ...]) -> list[str]:
-    """The types themselves; ConfigError, naming their config key, if one of them is not allowed."""
+    """The types of the layers, unchanged; ConfigError if one of them is not allowed.
+
+    Arguments:
+        reader: The config.json.
+        key: Config key of the types, for the message.
+        types: Type of each layer.
+        allowed: Types that the family can have.
+    """
     unknown = next((kind for kind in types if kind not in allowed), None)
     if unknown is not None:
         raise ConfigError(
-            f"{reader.source}: expected {key} to list layers of {', '.join(allowed)}, found {unknown!r}; "
-            "this model cannot run here"
+            f"{reader.source}: expected {key} to list the type of each layer, {' or '.join(allowed)}, found "
+            f"{unknown!r}; {TRY_TRANSFORMERS}"
         )
     return types
 

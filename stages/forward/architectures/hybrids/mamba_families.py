@@ -1,6 +1,6 @@
 """Readers of config.json for state-space models and their hybrids: a function per family, and their table.
 
-Semantics and defaults are those of the reference implementation (transformers). Keys that several families
+Semantics and defaults are those of Hugging Face transformers. Keys that several families
 share are read by helpers at the end; keys of one family are read in its function.
 
 Border: one config, and tensor names in families whose checkpoints use two naming schemes; never imports
@@ -19,7 +19,7 @@ from ..composed import ComposedArchitecture, LayerSpec
 from ..families import ACTIVATIONS, read_rope, refuse_unfollowed
 from ..layer_tensors import ExpertNames, Spelling
 from ..mixers import AttentionSpec, ExpertsSpec, Mamba2Spec, MambaSpec, MlpSpec
-from ..transformer import ActivationName, ConfigReader, RopeConfig
+from ..transformer import TRY_TRANSFORMERS, ActivationName, ConfigReader, RopeConfig
 
 __all__ = [
     "HYBRIDS",
@@ -29,6 +29,7 @@ __all__ = [
     "composed_of",
     "expanded",
     "layer_types_of",
+    "none_if_one",
     "rank_of",
     "read_mamba",
     "require_silu",
@@ -47,7 +48,7 @@ LAYER_TYPES = {
 }
 """Layer type in a config -> layer type here; names changed over the years."""
 _GROUPED_AXES = (("ssm_head", "ssm_group"), ("linear_head", "linear_group"))
-"""(axis of heads, axis of groups of heads that share parameters)."""
+"""(name of an axis of heads, name of the axis of groups of these heads, which share parameters)."""
 BACKBONE = Spelling(
     embed="backbone.embeddings",
     final_norm="backbone.norm_f",
@@ -63,27 +64,28 @@ BACKBONE = Spelling(
 
 @dataclass(frozen=True)
 class FamilyReader:
-    """Reader of a family's config.json, and its row in the table of families (`KnownFamily.described`)."""
+    """A family of models: how its config.json is read, and its row in the table of families."""
 
     read: Callable[[ConfigReader, TensorShapes], ComposedArchitecture]
     """Function (config, shapes of the checkpoint's tensors by name) -> architecture."""
     examples: str
     """Well-known models of the family."""
     mixers: str
-    """Its mixers in words."""
+    """Text about its mixers, for the table of families."""
     mlp: str = "none"
-    """Its channel mixers in words."""
+    """Text about its channel mixers, for the table of families."""
     head: str = "untied"
-    """Its language head in words."""
+    """Text about its language head, for the table of families."""
     reads_tensors: bool = False
     """Whether `read` needs the tensor shapes: checkpoints of the family use two naming schemes."""
     may_look_both_ways: bool = False
-    """Whether `read` itself checks use_bidirectional_attention."""
+    """Whether `read` itself checks the config key use_bidirectional_attention; if False, the key is refused
+    when true."""
     norm: str = "RMS"
-    """Its norms in words."""
+    """Text about its norms, for the table of families."""
 
     def config(self, reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-        """The architecture that a config describes.
+        """The architecture that a config.json of this family describes.
 
         Arguments:
             reader: The config.json.
@@ -97,7 +99,12 @@ class FamilyReader:
 
 
 def read_mamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """The architecture of a family in `HYBRIDS`; see `FamilyReader.config`."""
+    """The architecture that a config.json describes whose model_type is in `HYBRIDS`.
+
+    Arguments:
+        reader: The config.json.
+        shapes: Shapes of the checkpoint's tensors by name; may be empty for most families.
+    """
     return HYBRIDS[reader.raw["model_type"]].config(reader, shapes)
 
 
@@ -105,11 +112,11 @@ def read_mamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
 
 
 def _mamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Mamba; and Falcon-Mamba, with norms of step sizes, B and C that have no weights."""
+    """Architecture of Mamba, and of Falcon-Mamba, which has norms without weights of step sizes, B and C."""
     hidden = reader.integer("hidden_size")
     require_silu(reader, "hidden_act")
     is_falcon = reader.raw["model_type"] == "falcon_mamba"
-    shape = MambaSpec(
+    spec = MambaSpec(
         channels=expanded(reader, "expand", hidden),
         state_size=reader.integer("state_size", 16),
         conv_size=reader.integer("conv_kernel", 4),
@@ -119,14 +126,14 @@ def _mamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         norms="plain" if is_falcon else None,
         norm_eps=reader.number("mixer_rms_eps", 1e-6) if is_falcon else 1e-6,
     )
-    return _alone(reader, LayerSpec((shape,)), tied=True)
+    return _alone(reader, LayerSpec((spec,)), tied=True)
 
 
 def _mamba2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Mamba-2."""
+    """Architecture of Mamba-2."""
     require_silu(reader, "hidden_act")
     bias, eps = reader.flag("use_bias", False), reader.number("layer_norm_epsilon", 1e-5)
-    shape = Mamba2Spec(
+    spec = Mamba2Spec(
         heads=reader.integer("num_heads", 128),
         head_dim=reader.integer("head_dim", 64),
         groups=reader.integer("n_groups", 8),
@@ -138,11 +145,12 @@ def _mamba2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         has_out_bias=bias,
         has_conv_bias=reader.flag("use_conv_bias", True),
     )
-    return _alone(reader, checked(reader, LayerSpec((shape,))), tied=False)
+    return _alone(reader, checked(reader, LayerSpec((spec,))), tied=False)
 
 
 def _alone(reader: ConfigReader, block: LayerSpec, *, tied: bool) -> ComposedArchitecture:
-    """A model of equal layers without channel mixers, whose tensor names begin with "backbone.".
+    """Architecture of a pure state-space model: equal layers without channel mixers, tensor names that begin
+    with "backbone.".
 
     Arguments:
         reader: The config.json.
@@ -165,18 +173,21 @@ def _alone(reader: ConfigReader, block: LayerSpec, *, tied: bool) -> ComposedArc
 
 
 def _bamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Bamba: Mamba-2, and attention in layers that attn_layer_indices lists."""
+    """Architecture of Bamba: Mamba-2, and attention in layers that the config key attn_layer_indices
+    lists."""
     layers, listed = reader.integer("num_hidden_layers"), reader.raw.get("attn_layer_indices") or []
-    # The reference's default for partial_rotary_factor is 0.5.
+    # transformers' default for partial_rotary_factor is 0.5.
     attention = _attention(reader, rope=rope_of(reader, _head_dim(reader), 262144, share=0.5))
     mamba = _mamba2_of_hybrid(reader)
-    mlp = MlpSpec(reader.integer("intermediate_size"), activation_of(reader), has_bias=_mlp_bias(reader))
+    mlp = MlpSpec(
+        reader.integer("intermediate_size"), activation_of(reader), has_bias=reader.flag("mlp_bias", False)
+    )
     blocks = tuple(LayerSpec((attention if layer in listed else mamba,), mlp) for layer in range(layers))
     return composed_of(reader, blocks, Spelling(), context=262144)
 
 
 def _jamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Jamba: Mamba-1 and attention without rope; MLPs and experts."""
+    """Architecture of Jamba: layers of Mamba-1 or of attention without rope, with MLPs or experts."""
     hidden, layers = reader.integer("hidden_size"), reader.integer("num_hidden_layers")
     require_silu(reader, "hidden_act")
     # Jamba has no rope, and no biases in its attention.
@@ -211,7 +222,8 @@ def _jamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _granite(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Granite 4.0: Mamba-2 and attention, with Granite's factors; experts or an MLP."""
+    """Architecture of Granite 4.0: layers of Mamba-2 or attention, experts or an MLP, and Granite's factors
+    of embeddings, scores, outputs and logits."""
     types = layer_types_of(reader, "layer_types", ["mamba"] * reader.integer("num_hidden_layers"))
     # Granite 4.0 has no rope unless position_embedding_type is "rope".
     position = reader.raw.get("position_embedding_type")
@@ -245,7 +257,7 @@ def _granite(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         mlp="shared_mlp.",
         mlp_parts=("input_linear", "output_linear"),
         experts=ExpertNames(
-            room="block_sparse_moe.",
+            prefix="block_sparse_moe.",
             router="router.layer",
             parts=("input_linear", "output_linear"),
             shared="shared_mlp.",
@@ -254,13 +266,14 @@ def _granite(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
     blocks = tuple(LayerSpec((attention if kind == "attention" else mamba,), channel_mixer) for kind in types)
     return replace(
         composed_of(reader, blocks, spelling, context=2048, eps=1e-6),
-        embedding_scale=_none_if_one(reader.number("embedding_multiplier", 1.0)),
+        embedding_scale=none_if_one(reader.number("embedding_multiplier", 1.0)),
         logit_factor=1 / reader.number("logits_scaling", 1.0),
     )
 
 
 def _falcon_h1(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Falcon-H1, with parallel attention and Mamba-2 in every layer, and factors of many activations (µP)."""
+    """Architecture of Falcon-H1: parallel attention and Mamba-2 in every layer, and factors of many
+    activations (µP)."""
     mlp_factors = _numbers(reader, "mlp_multipliers", 2)
     attention = replace(
         _attention(reader, rope=rope_of(reader, _head_dim(reader), 8192)),
@@ -285,20 +298,20 @@ def _falcon_h1(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
     mlp = MlpSpec(
         reader.integer("intermediate_size"),
         activation_of(reader),
-        has_bias=_mlp_bias(reader),
+        has_bias=reader.flag("mlp_bias", False),
         factors=(mlp_factors[0], mlp_factors[1]),
     )
     block = LayerSpec((attention, mamba), mlp)
     return replace(
         composed_of(reader, (block,) * reader.integer("num_hidden_layers"), Spelling(), context=8192),
-        embedding_scale=_none_if_one(reader.number("embedding_multiplier", 1.0)),
+        embedding_scale=none_if_one(reader.number("embedding_multiplier", 1.0)),
         logit_factor=reader.number("lm_head_multiplier", 1.0),
     )
 
 
 def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Nemotron-H, each of whose layers is either a mixer or a channel mixer."""
-    bias, mlp_bias = reader.flag("use_bias", False), _mlp_bias(reader)
+    """Architecture of Nemotron-H, in which a layer is either a mixer or a channel mixer."""
+    bias, mlp_bias = reader.flag("use_bias", False), reader.flag("mlp_bias", False)
     eps, activation = (
         reader.number("layer_norm_epsilon", 1e-5),
         activation_of(reader, "mlp_hidden_act", "relu2"),
@@ -314,7 +327,7 @@ def _nemotron_h(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         groups=reader.integer("n_groups", reader.integer("mamba_n_groups", 8)),
         state_size=reader.integer("ssm_state_size", 128),
         conv_size=reader.integer("conv_kernel", reader.integer("mamba_d_conv", 4)),
-        # The reference computes with time_step_min as the smallest step, and reads no time_step_limit.
+        # transformers computes with time_step_min as the smallest step, and reads no time_step_limit.
         limits=(reader.number("time_step_min", reader.number("mamba_dt_min", 0.001)), None),
         norm_eps=eps,
         has_bias=bias,
@@ -379,13 +392,13 @@ def composed_of(
     context: int | None,
     eps: float = 1e-5,
 ) -> ComposedArchitecture:
-    """Architecture of a hybrid, whose norms are those of Llama.
+    """Architecture of a hybrid model with pre-norms like Llama's.
 
     Arguments:
         reader: The config.json.
-        blocks: Its layers.
+        blocks: Specs of its layers, in order.
         spelling: Names of the checkpoint's tensors.
-        context: Default of max_position_embeddings; None for an unbounded context.
+        context: Value of max_position_embeddings if the key is absent; None for an unbounded context.
         eps: Default of rms_norm_eps.
     """
     return ComposedArchitecture(
@@ -404,13 +417,13 @@ def composed_of(
 
 
 def _attention(reader: ConfigReader, *, rope: RopeConfig | None, kv_heads: int | None = 8) -> AttentionSpec:
-    """Attention of a hybrid.
+    """Sizes and switches of the attention of a hybrid model.
 
     Arguments:
         reader: The config.json.
         rope: Rope of queries and keys; None for no rope.
         kv_heads: Default of num_key_value_heads, if it divides the number of heads; otherwise, and for a null
-            in the config, there is one key head per query head.
+            in the config, there is one key head per query head. None for one key head per query head.
     """
     heads = reader.integer("num_attention_heads")
     bias = reader.flag("attention_bias", False)
@@ -426,18 +439,19 @@ def _attention(reader: ConfigReader, *, rope: RopeConfig | None, kv_heads: int |
 
 
 def _head_dim(reader: ConfigReader) -> int:
-    """Entries of a head; by default hidden_size divided by the number of heads."""
+    """Number of entries of a head: the config key head_dim, by default hidden_size divided by the number of
+    heads."""
     return reader.integer("head_dim", reader.integer("hidden_size") // reader.integer("num_attention_heads"))
 
 
 def rope_of(
     reader: ConfigReader, head_dim: int, context: int, *, share: float = 1.0, theta: float = 10000.0
 ) -> RopeConfig:
-    """Rope of a hybrid.
+    """Rotary position embedding of the attention of a hybrid model.
 
     Arguments:
         reader: The config.json.
-        head_dim: Entries of a head.
+        head_dim: Number of entries of a head.
         context: Default of max_position_embeddings.
         share: Default of partial_rotary_factor; 1 for families whose rope always rotates whole heads.
         theta: Default of rope_theta.
@@ -448,22 +462,22 @@ def rope_of(
 
 
 def _mamba2_of_hybrid(reader: ConfigReader, *, channels: int | None = None, eps: float = 1e-5) -> Mamba2Spec:
-    """Mamba-2 from the config keys of hybrids.
+    """Sizes and switches of the Mamba-2 mixer of a hybrid model, from the config keys "mamba_…".
 
     Arguments:
         reader: The config.json.
-        channels: Channels of all heads together; None for mamba_expand times the hidden size.
+        channels: Number of channels of all heads together; None for mamba_expand times the hidden size.
         eps: Default of rms_norm_eps.
 
     Raises:
-        ConfigError: Heads times their channels differ from the number of channels.
+        ConfigError: The number of heads times channels per head is not the number of channels.
     """
     heads, hidden = reader.integer("mamba_n_heads", 128), reader.integer("hidden_size")
     width = channels or expanded(reader, "mamba_expand", hidden)
     d_head = reader.raw.get("mamba_d_head", "auto")
     bias = reader.flag("mamba_proj_bias", False)
     require_silu(reader, "hidden_act")
-    shape = Mamba2Spec(
+    spec = Mamba2Spec(
         heads=heads,
         head_dim=width // heads if d_head in ("auto", None) else reader.integer("mamba_d_head"),
         groups=reader.integer("mamba_n_groups", 1),
@@ -475,29 +489,31 @@ def _mamba2_of_hybrid(reader: ConfigReader, *, channels: int | None = None, eps:
         has_out_bias=bias,
         has_conv_bias=reader.flag("mamba_conv_bias", True),
     )
-    if shape.channels != width:
+    if spec.channels != width:
         raise ConfigError(
             f"{reader.source}: expected mamba_n_heads * mamba_d_head to be {width}, found {heads} * "
-            f"{shape.head_dim}; correct the file, or fetch it again"
+            f"{spec.head_dim}; correct the file, or fetch it again"
         )
-    return shape
+    return spec
 
 
 def checked(reader: ConfigReader, block: LayerSpec) -> LayerSpec:
-    """The layer itself; ConfigError if its number of heads is not divisible by its number of groups."""
-    for shape in block.all_mixers:
-        sizes = shape.axis_sizes
-        for heads, groups in _GROUPED_AXES:
-            if sizes.get(heads, 0) % sizes.get(groups, 1):
+    """The layer's spec, unchanged; ConfigError if a mixer's number of heads is not a multiple of its number
+    of groups."""
+    for mixer in block.all_mixers:
+        sizes = mixer.axis_sizes
+        for head_axis, group_axis in _GROUPED_AXES:
+            if sizes.get(head_axis, 0) % sizes.get(group_axis, 1):
                 raise ConfigError(
-                    f"{reader.source}: expected a number of heads that {sizes[groups]} groups divide, found "
-                    f"{sizes[heads]}; correct the file, or fetch it again"
+                    f"{reader.source}: expected the number of heads to be a multiple of the number of "
+                    f"groups, found {sizes[head_axis]} heads and {sizes[group_axis]} groups; correct the "
+                    "file, or fetch it again"
                 )
     return block
 
 
 def expanded(reader: ConfigReader, key: str, hidden: int) -> int:
-    """Inner channels of a mixer: a factor from the config times the hidden size, rounded down.
+    """Number of inner channels of a mixer: a factor from the config times the hidden size, rounded down.
 
     Arguments:
         reader: The config.json.
@@ -511,7 +527,7 @@ def expanded(reader: ConfigReader, key: str, hidden: int) -> int:
 
 
 def rank_of(reader: ConfigReader, key: str, hidden: int) -> int:
-    """Rank of the projection to step sizes.
+    """Rank of a state space's low-rank projection to step sizes.
 
     Arguments:
         reader: The config.json.
@@ -527,7 +543,8 @@ def rank_of(reader: ConfigReader, key: str, hidden: int) -> int:
 
 
 def _limits(reader: ConfigReader) -> tuple[float, float | None]:
-    """Smallest and largest step size, time_step_limit; None for no upper limit (JSON has no infinity)."""
+    """Smallest and largest step size of Mamba-2, from the config key time_step_limit; None as largest for no
+    limit."""
     limits = reader.raw.get("time_step_limit")
     reader.read.add("time_step_limit")
     if limits is None:
@@ -542,7 +559,14 @@ def _limits(reader: ConfigReader) -> tuple[float, float | None]:
 
 
 def _finite(reader: ConfigReader, key: str, value: Any) -> float | None:
-    """A number; None for infinity, which files write as Infinity, "inf", or {"__float__": "Infinity"}."""
+    """The number that an entry of a config key holds; None for infinity, which JSON cannot hold and files
+    write as Infinity, "inf", or {"__float__": "Infinity"}.
+
+    Arguments:
+        reader: The config.json.
+        key: The config key, for the message.
+        value: The entry.
+    """
     plain = value.get("__float__") if isinstance(value, Mapping) else value
     try:
         number = float(plain) if isinstance(plain, str | int | float) else None
@@ -557,13 +581,14 @@ def _finite(reader: ConfigReader, key: str, value: Any) -> float | None:
 
 
 def _numbers(reader: ConfigReader, key: str, count: int) -> tuple[float, ...]:
-    """A list of `count` numbers; all 1 if the key is absent. ConfigError for anything else."""
+    """The numbers that a config key lists, `count` of them; all 1 if the key is absent. ConfigError for
+    anything else."""
     values = reader.raw.get(key)
     reader.read.add(key)
     if values is None:
         return (1.0,) * count
-    fits = isinstance(values, list | tuple) and len(values) == count
-    if not fits or any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
+    has_length = isinstance(values, list | tuple) and len(values) == count
+    if not has_length or any(isinstance(n, bool) or not isinstance(n, int | float) for n in values):
         raise ConfigError(
             f"{reader.source}: expected {key} to list {count} numbers, found {values!r}; correct the file, "
             "or fetch it again"
@@ -574,7 +599,7 @@ def _numbers(reader: ConfigReader, key: str, count: int) -> tuple[float, ...]:
 def layer_types_of(
     reader: ConfigReader, key: str, default: list[str], allowed: tuple[str, ...] = ("attention", "mamba")
 ) -> list[str]:
-    """Type of each layer, translated by `LAYER_TYPES`.
+    """Type of each layer, such as "attention" or "mamba", in the words of `LAYER_TYPES`.
 
     Arguments:
         reader: The config.json.
@@ -590,20 +615,20 @@ def layer_types_of(
     unknown = next((word for word, kind in zip(words, types, strict=True) if kind not in allowed), None)
     if unknown is not None or not types:
         raise ConfigError(
-            f"{reader.source}: expected {key} to list layers of {', '.join(allowed)}, found "
-            f"{'none' if unknown is None else repr(unknown)}; this model cannot run here"
+            f"{reader.source}: expected {key} to list the type of each layer, {' or '.join(allowed)}, found "
+            f"{'no types' if unknown is None else repr(unknown)}; {TRY_TRANSFORMERS}"
         )
     layers = reader.optional_integer("num_hidden_layers", len(types))
     if layers not in (None, len(types)):
         raise ConfigError(
-            f"{reader.source}: expected one {key} entry per layer ({layers}), found {len(types)}; correct "
-            "the file, or fetch it again"
+            f"{reader.source}: expected {key} to have one entry for each of {layers} layers, found "
+            f"{len(types)} entries; correct the file, or fetch it again"
         )
     return types
 
 
 def activation_of(reader: ConfigReader, key: str = "hidden_act", default: str = "silu") -> ActivationName:
-    """The activation named by a config key.
+    """The activation function that a config key names.
 
     Arguments:
         reader: The config.json.
@@ -611,40 +636,35 @@ def activation_of(reader: ConfigReader, key: str = "hidden_act", default: str = 
         default: Name of the activation if the key is absent.
 
     Raises:
-        ConfigError: The activation is not implemented, or the value is no text.
+        ConfigError: The activation is not implemented, or the value is no string.
     """
     name = reader.text(key, default)
     if name not in ACTIVATIONS:
         raise ConfigError(
-            f"{reader.source}: expected an activation among {', '.join(ACTIVATIONS)}, found {name!r}; this "
-            "model cannot run here"
+            f"{reader.source}: expected an activation among {', '.join(ACTIVATIONS)}, found {name!r}; "
+            f"{TRY_TRANSFORMERS}"
         )
     return ACTIVATIONS[name]
 
 
 def require_silu(reader: ConfigReader, key: str) -> None:
-    """Raise ConfigError unless a config key names SiLU: the reference's kernels of state spaces support no
+    """Raise ConfigError unless a config key names SiLU: transformers' kernels of state spaces support no
     other activation, and no released model has one."""
     if (name := reader.text(key, "silu")) not in ("silu", "swish"):
         raise ConfigError(
-            f"{reader.source}: expected {key} 'silu' in a model with state spaces, found {name!r}; this "
-            "model cannot run here"
+            f"{reader.source}: expected {key} 'silu' in a model with state spaces, found {name!r}; "
+            f"{TRY_TRANSFORMERS}"
         )
 
 
-def _mlp_bias(reader: ConfigReader) -> bool:
-    """Value of the config key mlp_bias, with default False."""
-    return reader.flag("mlp_bias", False)
-
-
 def _is_at(layer: int, period_and_offset: tuple[int, int]) -> bool:
-    """Whether a layer is at `offset` within its period."""
+    """Whether a layer's number leaves the remainder `offset` when divided by `period`."""
     period, offset = period_and_offset
     return layer % period == offset
 
 
-def _none_if_one(factor: float) -> float | None:
-    """A multiplicative factor, or None for the neutral factor 1."""
+def none_if_one(factor: float) -> float | None:
+    """The factor, or None if it is 1 and so changes nothing."""
     return None if factor == 1 else factor
 
 

@@ -15,7 +15,7 @@ from ..composed import ComposedArchitecture, LayerSpec
 from ..layer_tensors import Spelling
 from ..linear_mixers import GatedDeltaSpec, LinearAttentionSpec, MlstmSpec
 from ..mixers import AttentionSpec, MixerSpec, MlpSpec
-from ..transformer import ConfigReader, RopeConfig
+from ..transformer import TRY_TRANSFORMERS, ConfigReader, RopeConfig
 from .linear_families import either
 from .mamba_families import FamilyReader, TensorShapes, activation_of, checked, require_silu
 
@@ -26,20 +26,20 @@ __all__ = ["RECURRENT"]
 
 
 def _xlstm(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """xLSTM 7B: mLSTM layers only, with soft-capped gates."""
+    """Architecture of xLSTM 7B: mLSTM layers only, with soft-capped gates."""
     hidden, heads = either(reader, "hidden_size", "embedding_dim", 4096), reader.integer("num_heads", 8)
     layers = either(reader, "num_hidden_layers", "num_blocks", 32)
     keys, values = (int(hidden * reader.number(f"{part}_dim_factor", share)) for part, share in _XLSTM)
     if keys % heads or values % heads:
         raise ConfigError(
-            f"{reader.source}: expected num_heads to divide {keys} channels of keys and {values} of values, "
-            f"found {heads}; correct the file, or fetch it again"
+            f"{reader.source}: expected num_heads to divide the {keys} channels of keys and the {values} "
+            f"channels of values, found {heads}; correct the file, or fetch it again"
         )
     mode, bias = reader.text("weight_mode", "single"), reader.flag("use_bias", False)
     if mode not in ("single", "fused"):
         raise ConfigError(
-            f"{reader.source}: expected weight_mode to be 'single' or 'fused', found {mode!r}; this model "
-            "cannot run here"
+            f"{reader.source}: expected weight_mode to be 'single' or 'fused', found {mode!r}; "
+            f"{TRY_TRANSFORMERS}"
         )
     is_fused, eps = mode == "fused", reader.number("norm_eps", 1e-6)
     mixer = MlstmSpec(
@@ -74,27 +74,28 @@ def _xlstm(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         spelling=spelling,
         norm_eps=eps,
         final_logit_softcapping=reader.number("output_logit_soft_cap", 30.0),
-        # The reference ignores tie_word_embeddings and never ties the head.
+        # transformers ignores tie_word_embeddings and never ties the head.
         tie_word_embeddings=False,
         norm_biases="in layers" if bias else "of layer norms",
     )
 
 
 _XLSTM = (("qk", 0.5), ("v", 1.0))
-"""(prefix of the config key, default share of the hidden size) for queries and keys, and for values."""
+"""(prefix of the config key "…_dim_factor", its default) for the widths of queries and keys, and of values,
+as shares of the hidden size."""
 
 
 # -- flash-linear-attention
 
 
 def _gla(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Gated linear attention."""
+    """Architecture of gated linear attention (GLA)."""
     mixer = _linear_attention(reader, "key", heads=4, expand_k=0.5, expand_v=1.0)
     return _of_fla(reader, mixer, ratio=4)
 
 
 def _retnet(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Retention (RetNet)."""
+    """Architecture of RetNet (retention)."""
     mixer = _linear_attention(reader, "fixed", heads=8, expand_k=1.0, expand_v=2.0)
     return _of_fla(reader, mixer, ratio=2)
 
@@ -102,11 +103,11 @@ def _retnet(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 def _linear_attention(
     reader: ConfigReader, decays: Literal["key", "fixed"], *, heads: int, expand_k: float, expand_v: float
 ) -> LinearAttentionSpec:
-    """Gated linear attention (decays "key") or retention (decays "fixed").
+    """Sizes and switches of gated linear attention (decays "key") or retention (decays "fixed").
 
     Arguments:
         reader: The config.json.
-        decays: Kind of decays, `LinearAttentionSpec.decays`.
+        decays: Kind of decays (`LinearAttentionSpec.decays`).
         heads: Default of num_heads.
         expand_k: Default of the key channels as a multiple of the hidden size.
         expand_v: Default of the value channels as a multiple of the hidden size.
@@ -115,8 +116,8 @@ def _linear_attention(
     key_size, groups = _width(reader, "expand_k", expand_k, heads), reader.integer("num_kv_heads", heads)
     if heads % groups:
         raise ConfigError(
-            f"{reader.source}: expected a number of heads that {groups} groups divide, found {heads}; "
-            "correct the file, or fetch it again"
+            f"{reader.source}: expected num_heads to be a multiple of num_kv_heads ({groups}), found "
+            f"{heads}; correct the file, or fetch it again"
         )
     return LinearAttentionSpec(
         heads,
@@ -136,16 +137,15 @@ def _linear_attention(
 
 
 def _delta_net(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """DeltaNet: delta rule without decays."""
+    """Architecture of DeltaNet: delta rule without decays."""
     for key, implemented in (("qk_activation", "silu"), ("qk_norm", "l2")):
         if (value := reader.text(key, implemented)) != implemented:
             raise ConfigError(
-                f"{reader.source}: expected {key} {implemented!r}, found {value!r}; this model cannot "
-                "run here"
+                f"{reader.source}: expected {key} {implemented!r}, found {value!r}; {TRY_TRANSFORMERS}"
             )
     # Without beta a write would replace the whole old value (beta = 1), which is not implemented.
     if not reader.flag("use_beta", True):
-        raise ConfigError(f"{reader.source}: expected use_beta, found none; this model cannot run here")
+        raise ConfigError(f"{reader.source}: expected use_beta to be true, found false; {TRY_TRANSFORMERS}")
     heads = reader.integer("num_heads", 16)
     mixer = GatedDeltaSpec(
         heads,
@@ -163,7 +163,7 @@ def _delta_net(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
 
 
 def _gated_deltanet(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Gated DeltaNet: delta rule with one decay per head."""
+    """Architecture of Gated DeltaNet: delta rule with one decay per head."""
     groups, head_dim = reader.integer("num_heads", 6), reader.integer("head_dim", 256)
     mixer = GatedDeltaSpec(
         reader.integer("num_v_heads", groups),
@@ -180,7 +180,8 @@ def _gated_deltanet(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchi
 
 
 def _of_fla(reader: ConfigReader, mixer: MixerSpec, *, ratio: int, layers: int = 24) -> ComposedArchitecture:
-    """Architecture of a model of fla: in each layer a mixer, or attention, and a gated MLP.
+    """Architecture of a model of flash-linear-attention (fla): in each layer a recurrent mixer, or attention,
+    and a gated MLP.
 
     Arguments:
         reader: The config.json.
@@ -196,21 +197,23 @@ def _of_fla(reader: ConfigReader, mixer: MixerSpec, *, ratio: int, layers: int =
     # Attention residuals replace the sum of outputs by attention over them.
     if reader.has("attnres_block_size"):
         raise ConfigError(
-            f"{reader.source}: expected no attnres_block_size, found {reader.raw['attnres_block_size']!r}: "
-            "such a stream is no sum; this model cannot run here"
+            f"{reader.source}: expected no attnres_block_size, found {reader.raw['attnres_block_size']!r}, "
+            f"with which the residual stream is not a sum of outputs; {TRY_TRANSFORMERS}"
         )
     hidden, layers = reader.integer("hidden_size", 2048), reader.integer("num_hidden_layers", layers)
     # A gated MLP has three matrices instead of two, hence 2/3 of the width, rounded up to a multiple of 256.
     width = int(hidden * reader.integer("hidden_ratio", ratio) * 2 / 3)
     mlp = MlpSpec(reader.integer("intermediate_size", 256 * ((width + 255) // 256)), "silu")
     attends = _attention_of_fla(reader, hidden, layers)
+    # Norm and output gate are one module, whose tensors have another name.
+    is_norm_fused = reader.flag("fuse_norm", True) and reader.flag("use_output_gate", True)
     spelling = Spelling(
         embed="model.embeddings",
         final_norm="model.norm",
         ln1="attn_norm",
         ln2="mlp_norm",
         mixer="attn.",
-        mixer_norm="g_norm_swish_gate" if _is_norm_fused(reader) else "g_norm",
+        mixer_norm="g_norm_swish_gate" if is_norm_fused else "g_norm",
         attention="attn.",
         mlp="mlp.",
     )
@@ -229,9 +232,14 @@ def _of_fla(reader: ConfigReader, mixer: MixerSpec, *, ratio: int, layers: int =
 
 
 def _attention_of_fla(reader: ConfigReader, hidden: int, layers: int) -> dict[int, AttentionSpec]:
-    """Layer number -> attention, for layers with attention instead of the recurrent mixer.
+    """Number of a layer -> its attention, for the layers that have attention instead of the recurrent mixer.
 
-    They are described by one or several sections "attn" of the config, each with a list of its layers.
+    The config key attn holds one or several sections, each with sizes and a list of its layers.
+
+    Arguments:
+        reader: The config.json.
+        hidden: Hidden size of the model.
+        layers: Number of layers.
 
     Raises:
         ConfigError: A section does not list existing layers, or its heads do not divide the hidden size.
@@ -241,18 +249,18 @@ def _attention_of_fla(reader: ConfigReader, hidden: int, layers: int) -> dict[in
     sections: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
     specs: dict[int, AttentionSpec] = {}
     for section in sections:
-        listed = section.get("layers") if isinstance(section, dict) else None
-        if not isinstance(listed, list) or any(layer not in range(layers) for layer in listed):
+        numbers = section.get("layers") if isinstance(section, dict) else None
+        if not isinstance(numbers, list) or any(layer not in range(layers) for layer in numbers):
             raise ConfigError(
-                f"{reader.source}: expected attn to list layers among {layers}, found {section!r}; correct "
-                "the file, or fetch it again"
+                f"{reader.source}: expected attn to have a key layers that lists layer numbers below "
+                f"{layers}, found {section!r}; correct the file, or fetch it again"
             )
         section_reader = ConfigReader(section, f"{reader.source}: attn")
         heads = section_reader.integer("num_heads")
         if hidden % heads:
             raise ConfigError(
-                f"{section_reader.source}: expected num_heads to divide {hidden}, found {heads}; correct the "
-                "file, or fetch it again"
+                f"{section_reader.source}: expected num_heads to divide hidden_size ({hidden}), found "
+                f"{heads}; correct the file, or fetch it again"
             )
         spec = AttentionSpec(
             heads,
@@ -262,13 +270,22 @@ def _attention_of_fla(reader: ConfigReader, hidden: int, layers: int) -> dict[in
             window=section_reader.optional_integer("window_size"),
             qkv_bias=section_reader.flag("qkv_bias", False),
         )
-        specs |= dict.fromkeys(listed, spec)
+        specs |= dict.fromkeys(numbers, spec)
     return specs
 
 
 def _width(reader: ConfigReader, key: str, default: float, heads: int) -> int:
-    """Channels of a head: hidden size times the factor under `key`, divided by the number of heads;
-    ConfigError if that is no integer. default: of the factor."""
+    """Number of channels of a head: hidden size times a factor, divided by the number of heads.
+
+    Arguments:
+        reader: The config.json.
+        key: Config key of the factor.
+        default: Factor if the key is absent.
+        heads: Number of heads.
+
+    Raises:
+        ConfigError: The number of heads does not divide the channels.
+    """
     channels = int(reader.integer("hidden_size", 2048) * reader.number(key, default))
     if channels % heads:
         raise ConfigError(
@@ -279,18 +296,15 @@ def _width(reader: ConfigReader, key: str, default: float, heads: int) -> int:
 
 
 def _conv_size(reader: ConfigReader, *, default: bool) -> int:
-    """Kernel size of the short convolutions; 0 for none. default: of use_short_conv."""
+    """Kernel size of the short convolutions, in tokens; 0 for none. default: of the config key
+    use_short_conv."""
     return reader.integer("conv_size", 4) if reader.flag("use_short_conv", default) else 0
 
 
 def _beta_factor(reader: ConfigReader) -> float:
-    """`GatedDeltaSpec.beta_factor`: 2 if the state transition may have negative eigenvalues."""
+    """Factor of the write strength beta (`GatedDeltaSpec.beta_factor`): 2 if the config allows negative
+    eigenvalues of the state transition, else 1."""
     return 2.0 if reader.flag("allow_neg_eigval", False) else 1.0
-
-
-def _is_norm_fused(reader: ConfigReader) -> bool:
-    """Whether norm and output gate are one fused module, whose tensors have another name."""
-    return reader.flag("fuse_norm", True) and reader.flag("use_output_gate", True)
 
 
 RECURRENT: dict[str, FamilyReader] = {

@@ -1,6 +1,6 @@
 """Readers of config.json for Zamba and Zamba2: Mamba layers, some of them preceded by a shared block.
 
-Semantics and defaults are those of the reference implementation (transformers); helpers shared with other
+Semantics and defaults are those of Hugging Face transformers; helpers shared with other
 state-space models are in mamba_families.py.
 
 Border: one config; never imports torch.
@@ -16,7 +16,7 @@ from ..composed import ComposedArchitecture, LayerSpec
 from ..families import confirm_derived
 from ..layer_tensors import Spelling
 from ..mixers import AttentionSpec, Mamba2Spec, MambaSpec, MlpSpec, SharedBlockSpec
-from ..transformer import ConfigReader, RopeConfig
+from ..transformer import TRY_TRANSFORMERS, ConfigReader, RopeConfig
 from .mamba_families import (
     FamilyReader,
     TensorShapes,
@@ -36,14 +36,15 @@ LONG_CONTEXT = 16384
 
 
 def _zamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Zamba: Mamba-1 with groups of channels, and one shared block of attention and MLP."""
+    """Architecture of Zamba: Mamba-1 with groups of channels, and one shared block of attention and MLP."""
     hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads", 16)
     require_silu(reader, "hidden_mamba_act")
     width = reader.integer("attention_hidden_size", 2 * hidden)
     if width != 2 * hidden:
         raise ConfigError(
-            f"{reader.source}: expected attention_hidden_size to be {2 * hidden}, of stream and embedding "
-            f"side by side, found {width}; correct the file, or fetch it again"
+            f"{reader.source}: expected attention_hidden_size to be twice hidden_size, {2 * hidden}, as "
+            f"attention reads stream and embedding side by side, found {width}; correct the file, or fetch "
+            "it again"
         )
     mamba = MambaSpec(
         channels=expanded(reader, "mamba_expand", hidden),
@@ -62,7 +63,7 @@ def _zamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     attention = _attention(heads, kv_heads, head_dim, rope=None)
     mlp = MlpSpec(reader.integer("intermediate_size", 14848), activation_of(reader, "hidden_act", "gelu"))
     period, offset = reader.integer("attn_layer_period", 6), reader.integer("attn_layer_offset", 4, least=0)
-    # The reference's default pattern has three fixed layers, then the period.
+    # transformers' default pattern has three fixed layers, then the period.
     n_periodic = reader.integer("num_hidden_layers", 76) - 3
     periodic = ["hybrid" if i % period == offset else "mamba" for i in range(n_periodic)]
     types = _types(reader, ["mamba", "mamba", "hybrid", *periodic])
@@ -80,8 +81,8 @@ def _zamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 
 def _zamba2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Zamba2: Mamba-2, and several shared blocks of attention and MLP used in turn, to which each layer adds
-    its own low-rank adapters."""
+    """Architecture of Zamba2: Mamba-2, and several shared blocks of attention and MLP used in turn, to which
+    each layer adds its own low-rank adapters."""
     hidden, heads = reader.integer("hidden_size", 2560), reader.integer("num_attention_heads", 32)
     head_dim, eps = 2 * hidden // heads, reader.number("rms_norm_eps", 1e-5)
     context = reader.integer("max_position_embeddings", 4096)
@@ -96,9 +97,9 @@ def _zamba2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
     # Adapters of queries, keys and values all have the shape [2 hidden, 2 hidden].
     if adapts and (attention.num_kv_heads != heads or heads * head_dim != 2 * hidden):
         raise ConfigError(
-            f"{reader.source}: expected as many key heads as heads, {heads} of width {head_dim} that make "
-            f"{2 * hidden}, where use_shared_attention_adapter is set, found {attention.num_kv_heads} key "
-            "heads; this model cannot run here"
+            f"{reader.source}: expected as many key heads as query heads, with {2 * hidden} entries in all "
+            f"of them together, as use_shared_attention_adapter is true, found {heads} query heads and "
+            f"{attention.num_kv_heads} key heads of {head_dim} entries; {TRY_TRANSFORMERS}"
         )
     bias = reader.flag("add_bias_linear", False)
     mlp = MlpSpec(
@@ -133,19 +134,25 @@ def _zamba2(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @dataclass(frozen=True)
 class _Sharing:
-    """Assignment of shared blocks to layers: `count` blocks are used in turn."""
+    """Which layers of a Zamba share which block of attention and MLP: `count` blocks are used in turn."""
 
     layers: tuple[int, ...]
     """Numbers of the layers with a shared block."""
     count: int
-    """Number of blocks."""
+    """Number of different blocks."""
     is_tied: bool
-    """Whether blocks are shared at all; otherwise each layer stores its own."""
+    """Whether layers share blocks at all; otherwise each layer stores a block of its own."""
 
     @classmethod
     def of(cls, reader: ConfigReader, types: list[str], *, count: int) -> _Sharing:
-        """Sharing among the layers of type "hybrid". In the reference, tie_word_embeddings=false also unties
-        the blocks."""
+        """Sharing of `count` blocks among the layers whose type is "hybrid". In transformers,
+        tie_word_embeddings=false also gives each layer a block of its own.
+
+        Arguments:
+            reader: The config.json.
+            types: Type of each layer.
+            count: Number of different blocks.
+        """
         layers = tuple(layer for layer, kind in enumerate(types) if kind == "hybrid")
         return cls(layers, count, reader.flag("tie_word_embeddings", True))
 
@@ -154,12 +161,20 @@ class _Sharing:
         return self.layers[self.layers.index(layer) % self.count] if self.is_tied else layer
 
     def listed(self, layer: int) -> tuple[int, ...]:
-        """Indices, among the layers with a block, of all layers that share the block of `layer`."""
+        """Indices, among the layers with a shared block, of all layers that share the block of layer number
+        `layer`."""
         return tuple(range(self.layers.index(layer) % self.count, len(self.layers), self.count))
 
 
 def _mamba2(reader: ConfigReader, hidden: int, *, has_bias: bool) -> Mamba2Spec:
-    """Mamba-2 of Zamba2; ConfigError if heads do not divide the channels."""
+    """Sizes and switches of Zamba2's Mamba-2 mixers; ConfigError if the number of heads does not divide the
+    channels.
+
+    Arguments:
+        reader: The config.json.
+        hidden: Hidden size of the model.
+        has_bias: Whether input and output projections have biases.
+    """
     heads, channels = reader.integer("n_mamba_heads", 8), expanded(reader, "mamba_expand", hidden)
     if channels % heads:
         raise ConfigError(
@@ -173,23 +188,24 @@ def _mamba2(reader: ConfigReader, hidden: int, *, has_bias: bool) -> Mamba2Spec:
         state_size=reader.integer("mamba_d_state", 64),
         conv_size=reader.integer("mamba_d_conv", 4),
         limits=(reader.number("time_step_min", 0.001), None),
-        norm_eps=1e-5,  # the reference ignores rms_norm_eps here
+        norm_eps=1e-5,  # transformers ignores rms_norm_eps here
         has_bias=has_bias,
         has_out_bias=has_bias,
     )
 
 
 def _attention(heads: int, kv_heads: int, head_dim: int, rope: RopeConfig | None) -> AttentionSpec:
-    """Attention of a shared block, whose scores are scaled by 1 / sqrt(head_dim / 2)."""
+    """Sizes and switches of the attention of a shared block, whose scores are scaled by 1 / sqrt(head_dim /
+    2)."""
     return AttentionSpec(heads, kv_heads, head_dim, rope, scale=1 / math.sqrt(head_dim / 2))
 
 
 def _types(reader: ConfigReader, default: list[str]) -> list[str]:
-    """Type of each layer: "mamba", or "hybrid" with a shared block before it. default: if the config lists
-    none."""
+    """Type of each layer of a Zamba: "mamba", or "hybrid" for a layer with a shared block before its mixer.
+    default: types if the config lists none."""
     key = "layer_types" if reader.has("layer_types") else "layers_block_type"
     types = layer_types_of(reader, key, default, ("mamba", "hybrid"))
-    # The reference writes the list of hybrid layers next to their types.
+    # transformers writes the list of hybrid layers next to their types.
     confirm_derived(reader, "hybrid_layer_ids", [i for i, kind in enumerate(types) if kind == "hybrid"])
     return types
 
@@ -202,7 +218,8 @@ _ZAMBA2_TYPES += [*["mamba"] * 4, "hybrid", *["mamba"] * 3, "hybrid", *["mamba"]
 def _config(
     reader: ConfigReader, blocks: tuple[LayerSpec, ...], spelling: Spelling, context: int
 ) -> ComposedArchitecture:
-    """Architecture of a Zamba with these layers, tensor names, and context in positions."""
+    """Architecture of a Zamba, from its layers, its tensor names and the largest length of a prompt, in
+    tokens."""
     return ComposedArchitecture(
         model_type=reader.raw["model_type"],
         hidden_size=reader.integer("hidden_size"),

@@ -2,7 +2,7 @@
 al., 2018), PEGASUS (Zhang et al., 2020), Blenderbot (Roller et al., 2021), M2M-100 (Fan et al., 2021), PLBART
 (Ahmad et al., 2021), MVP (Tang et al., 2023).
 
-Keys and defaults are those of the reference (transformers).
+Keys and defaults are those of Hugging Face transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..composed import ComposedArchitecture, PairSpec
 from ..families import read_activation
 from ..layer_tensors import EncoderNames, PairNames, Spelling
 from ..mixers import AttentionSpec, MlpSpec
-from ..transformer import ConfigReader
+from ..transformer import TRY_TRANSFORMERS, ConfigReader
 from .builders import TensorShapes, family, pair_layers, require_complete, token_id
 
 __all__ = ["bart", "blenderbot", "blenderbot_small", "m2m_100", "marian", "mbart", "mvp", "pegasus", "plbart"]
@@ -59,24 +59,25 @@ _DEFAULTS: Mapping[str, Any] = {
     "activation_function": "gelu",
     "scale_embedding": False,
 }
-"""Values of absent keys; attention_heads and ffn_dim without their side."""
+"""Config key -> its value in BART if config.json leaves it out; the keys attention_heads and ffn_dim are
+written without their prefix "encoder_" or "decoder_"."""
 
 
 @family("bart", "BART", norm="layer norm, post-norm", mlp="plain, GELU", positions="learned positions")
 def bart(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """BART."""
+    """Architecture of BART."""
     return _bart(config, shapes)
 
 
 @family("mbart", "mBART", norm="layer norm", mlp="plain, GELU", positions="learned positions")
 def mbart(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """mBART, with pre-norms."""
+    """Architecture of mBART, with pre-norms."""
     return _bart(config, shapes, norms="before")
 
 
 @family("plbart", "PLBART", norm="layer norm, post-norm", mlp="plain, GELU", positions="learned positions")
 def plbart(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """PLBART, with scaled embeddings."""
+    """Architecture of PLBART, with scaled embeddings."""
     defaults = {"d_model": 768, "vocab_size": 50005, "attention_heads": 12, "ffn_dim": 3072}
     defaults |= {"encoder_layers": 6, "decoder_layers": 6, "scale_embedding": True}
     return _bart(config, shapes, defaults)
@@ -84,27 +85,27 @@ def plbart(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("mvp", "MVP", norm="layer norm, post-norm", mlp="plain, GELU", positions="learned positions")
 def mvp(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """MVP, without its prompts."""
+    """Architecture of MVP, without its prompts."""
     return _bart(config, shapes, {"vocab_size": 50267})
 
 
 @family("marian", "Opus-MT", norm="layer norm, post-norm", mlp="plain, SiLU", positions="positions as waves")
 def marian(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Marian."""
+    """Architecture of Marian."""
     defaults = {"vocab_size": 58101, "decoder_start_token_id": 58100}
     return _bart(config, shapes, defaults, embedding_norm=None, waves="transformer", offset=0)
 
 
 @family("pegasus", "PEGASUS", norm="layer norm", mlp="plain, ReLU", positions="positions as waves")
 def pegasus(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """PEGASUS."""
+    """Architecture of PEGASUS."""
     defaults = {"decoder_start_token_id": 0}
     return _bart(config, shapes, defaults, norms="before", embedding_norm=None, waves="transformer", offset=0)
 
 
 @family("m2m_100", "M2M-100, NLLB", norm="layer norm", mlp="plain, ReLU", positions="positions as waves")
 def m2m_100(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """M2M-100, whose positions begin after the row of the padding token."""
+    """Architecture of M2M-100, whose positions begin after the row of the padding token."""
     defaults = {"vocab_size": 128112, "activation_function": "relu", "scale_embedding": True}
     defaults |= {"decoder_start_token_id": 2}
     return _bart(config, shapes, defaults, norms="before", embedding_norm=None, waves="fairseq")
@@ -112,7 +113,7 @@ def m2m_100(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
 
 @family("blenderbot", "Blenderbot", norm="layer norm", mlp="plain, GELU", positions="learned positions")
 def blenderbot(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Blenderbot."""
+    """Architecture of Blenderbot."""
     defaults = {"d_model": 2560, "vocab_size": 8008, "max_position_embeddings": 128, "attention_heads": 32}
     defaults |= {"ffn_dim": 10240, "encoder_layers": 2, "decoder_layers": 24, "decoder_start_token_id": 1}
     return _bart(config, shapes, defaults, norms="before", embedding_norm=None, offset=0)
@@ -126,7 +127,8 @@ def blenderbot(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitectu
     positions="learned positions",
 )
 def blenderbot_small(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """Blenderbot 90M, which normalises the embeddings of target tokens before positions are added."""
+    """Architecture of Blenderbot 90M, which normalises the embeddings of target tokens before positions are
+    added."""
     defaults = {"d_model": 512, "max_position_embeddings": 512, "ffn_dim": 2048, "encoder_layers": 8}
     defaults |= {"decoder_layers": 8, "decoder_start_token_id": 1}
     return _bart(config, shapes, defaults, embedding_norm="of target tokens", offset=0)
@@ -142,18 +144,18 @@ def _bart(
     waves: Literal["fairseq", "transformer"] | None = None,
     offset: int = 2,
 ) -> ComposedArchitecture:
-    """Architecture of a BART or a relative.
+    """Architecture of BART, or of a related family of encoder-decoders.
 
     Arguments:
         config: The config.json.
         shapes: Shapes of the checkpoint's tensors by name; empty if they are not known.
-        defaults: Values of absent keys that differ from those of BART.
-        norms: `LayerSpec.norms`.
-        embedding_norm: Norm of the sum of token and position embeddings, or in targets of the tokens only;
-            None for none.
-        waves: Sines and cosines as positions: "transformer" unless the checkpoint has a table; "fairseq",
-            which no checkpoint has. None for a learned table.
-        offset: Row of the first position in the table; with "fairseq", the padding token's id + 1 instead.
+        defaults: Values for keys that config.json leaves out, where the family's differ from BART's.
+        norms: Place of the norms in a layer (`LayerSpec.norms`).
+        embedding_norm: Norm of the embeddings: of the sum of token and position embeddings, or in targets of
+            the token embeddings only; None for no norm.
+        waves: Formula of sinusoidal positions: "transformer", unless the checkpoint has a table, or
+            "fairseq". None for a learned table.
+        offset: Row of the table for the first position; with "fairseq", the padding token's id + 1 instead.
 
     Raises:
         ConfigError: A setting is not implemented, such as different sizes in encoder and decoder.
@@ -165,7 +167,10 @@ def _bart(
     heads, mlp_size = (_of_both_sides(config, key, values[key]) for key in ("attention_heads", "ffn_dim"))
     hidden = config.integer("d_model", values["d_model"])
     if hidden % heads:
-        raise ConfigError(f"{config.source}: expected heads that divide d_model {hidden}, found {heads}")
+        raise ConfigError(
+            f"{config.source}: expected encoder_attention_heads to divide d_model ({hidden}), found {heads}; "
+            "correct the file, or fetch it again"
+        )
     padding = None
     if waves == "fairseq":
         padding = config.integer("pad_token_id", 1, least=0)
@@ -174,8 +179,8 @@ def _bart(
         waves = None
     if waves is not None and hidden % 2:
         raise ConfigError(
-            f"{config.source}: expected an even d_model where positions are waves, found {hidden}; such a "
-            "model cannot run here"
+            f"{config.source}: expected an even d_model in a model with sinusoidal positions, found "
+            f"{hidden}; {TRY_TRANSFORMERS}"
         )
     depths = [config.integer(f"{side}_layers", values[f"{side}_layers"]) for side in ("encoder", "decoder")]
     length = config.integer("max_position_embeddings", values["max_position_embeddings"])
@@ -221,21 +226,30 @@ def _bart(
 
 
 def _of_both_sides(config: ConfigReader, key: str, default: int) -> int:
-    """A size that encoder and decoder must have in common; key: its config key without the side."""
+    """A size that encoder and decoder must have in common.
+
+    Arguments:
+        config: The config.json.
+        key: Config key of the size without its prefix "encoder_" or "decoder_", such as "ffn_dim".
+        default: Value for an absent key.
+
+    Raises:
+        ConfigError: Encoder and decoder have different sizes.
+    """
     encoder, decoder = (config.integer(f"{side}_{key}", default) for side in ("encoder", "decoder"))
     if encoder != decoder:
         raise ConfigError(
-            f"{config.source}: expected encoder and decoder of the same {key}, found {encoder} and "
-            f"{decoder}; such a model cannot run here"
+            f"{config.source}: expected encoder_{key} and decoder_{key} to be equal, found {encoder} and "
+            f"{decoder}; {TRY_TRANSFORMERS}"
         )
     return encoder
 
 
 def _require_flag(config: ConfigReader, key: str, *, implemented: bool) -> None:
-    """Raise ConfigError unless a flag is absent or has the only value that is implemented."""
+    """Raise ConfigError unless a boolean config key is absent or has the only value that is implemented."""
     value = config.flag(key, implemented)
     if value is not implemented:
         raise ConfigError(
             f"{config.source}: expected {key} to be {str(implemented).lower()}, found {str(value).lower()}; "
-            "such a model cannot run here"
+            f"{TRY_TRANSFORMERS}"
         )

@@ -1,4 +1,5 @@
-"""What the families of encoder-decoders share: their table, checks of a config.json, and the layers.
+"""Functions that the families of encoder-decoders share: the table of families, checks of a config.json, and
+layers.
 
 Border: never imports torch.
 """
@@ -25,26 +26,27 @@ class PairFamily:
     """A family of encoder-decoders, and its row in the table of families."""
 
     build: Build
-    """Function (config, shapes of the checkpoint's tensors by name) -> architecture."""
+    """Function (config.json, shapes of the checkpoint's tensors by name) -> architecture."""
     described: Mapping[str, str]
-    """Column name -> text."""
+    """The family's row in the table of families: column name -> text."""
 
 
 PAIRS: dict[str, PairFamily] = {}
-"""model_type -> family."""
+"""model_type -> family, for all encoder-decoders."""
 
 
 def family(
     model_type: str, examples: str, *, norm: str, mlp: str, positions: str
 ) -> Callable[[Build], Build]:
-    """Decorator that registers a function `(config, shapes) -> architecture` in `PAIRS`.
+    """Decorator that registers a function (config.json, shapes of tensors) -> architecture in the table
+    `PAIRS`.
 
     Arguments:
         model_type: Value of the config key model_type.
         examples: Well-known models of the family.
-        norm: Its norms in words, for the table of families.
-        mlp: Its MLPs in words.
-        positions: Its position embeddings in words.
+        norm: Text about its norms, for the table of families.
+        mlp: Text about its MLPs, for that table.
+        positions: Text about its position embeddings, for that table.
     """
     row = {"model_type": model_type, "examples": examples, "norm": norm, "mlp": mlp}
     row |= {"attention": f"encoder, decoder, cross-attention; {positions}", "head": "tied or its own"}
@@ -57,7 +59,8 @@ def family(
 
 
 def require_complete(config: ConfigReader, shapes: TensorShapes, cross_attention: str) -> None:
-    """Raise ConfigError for a checkpoint of an encoder or a decoder alone.
+    """Raise ConfigError for a checkpoint that holds only the encoder, or only the decoder, of an
+    encoder-decoder.
 
     Arguments:
         config: The config.json.
@@ -66,13 +69,14 @@ def require_complete(config: ConfigReader, shapes: TensorShapes, cross_attention
     """
     if shapes and cross_attention not in shapes:
         raise ConfigError(
-            f"{config.source}: expected an encoder with its decoder and LM head, found a checkpoint without "
-            f"{cross_attention!r}; load a part by itself with backend='transformers'"
+            f"{config.source}: expected a checkpoint with encoder, decoder and LM head, found one without "
+            f"the tensor {cross_attention!r}; for an encoder or a decoder alone, use backend='transformers', "
+            "or --backend transformers"
         )
 
 
 def token_id(config: ConfigReader, key: str, default: int | None) -> int:
-    """Token id under a config key.
+    """The token id that a config key gives.
 
     Arguments:
         config: The config.json.
@@ -84,7 +88,10 @@ def token_id(config: ConfigReader, key: str, default: int | None) -> int:
     """
     value: Any = config.raw.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ConfigError(f"{config.source}: expected {key} to be a token id, found {value!r}; add it")
+        raise ConfigError(
+            f"{config.source}: expected {key} to be a token id, an integer from 0, found {value!r}; add it "
+            "to the file"
+        )
     return value
 
 
@@ -96,14 +103,16 @@ def pair_layers(
     norms: Literal["before", "of sums"] = "before",
     relative: Callable[[int], RelativeSpec] | None = None,
 ) -> tuple[LayerSpec, ...]:
-    """Encoder layers, whose attention is bidirectional, then decoder layers with causal and cross-attention.
+    """Specs of the encoder layers, whose attention is bidirectional, then of the decoder layers, with causal
+    and cross-attention.
 
     Arguments:
-        attention: Sizes and switches that all attention has in common.
+        attention: Sizes and switches that the attention of all layers has in common.
         mlp: The MLP of every layer.
-        depths: Numbers of encoder and of decoder layers.
-        norms: `LayerSpec.norms`.
-        relative: Function layer number -> relative position terms of its self-attention; None for none.
+        depths: Number of encoder layers, and number of decoder layers.
+        norms: Place of the norms in a layer (`LayerSpec.norms`).
+        relative: Function (number of a layer) -> relative position terms of its self-attention; None for a
+            model without such terms.
     """
     cross = CrossAttentionSpec(replace(attention, part="cross", is_bidirectional=True))
     layers = []

@@ -1,6 +1,6 @@
 """Families of T5 (Raffel et al., 2020): mT5 (Xue et al., 2021) and UMT5 (Chung et al., 2023).
 
-Keys and defaults are those of the reference (transformers).
+Keys and defaults are those of Hugging Face transformers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _T5: Mapping[str, Any] = {
     "d_ff": 2048,
     "feed_forward_proj": "relu",
 }
-"""Values of keys that are absent in a config of T5."""
+"""Config key -> its value in T5 if config.json leaves it out."""
 _MT5: Mapping[str, Any] = {
     "vocab_size": 250112,
     "num_layers": 8,
@@ -33,27 +33,28 @@ _MT5: Mapping[str, Any] = {
     "d_ff": 1024,
     "feed_forward_proj": "gated-gelu",
 }
-"""Values of keys that are absent in a config of mT5 or UMT5."""
+"""Config key -> its value in mT5 and UMT5 if config.json leaves it out."""
 
 
 @family(
     "t5", "T5, T5 1.1, Flan-T5", norm="RMS", mlp="plain ReLU or gated GELU", positions="biases by distance"
 )
 def t5(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """T5: the stream is divided by sqrt(hidden) before a tied head."""
+    """Architecture of T5: the stream is divided by sqrt(hidden) before a tied head."""
     is_tied = config.raw.get("tie_word_embeddings") is not False
     return _t5(config, shapes, _T5, divides_stream=config.raw.get("scale_decoder_outputs", is_tied))
 
 
 @family("mt5", "mT5", norm="RMS", mlp="gated GELU (tanh)", positions="biases by distance")
 def mt5(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """mT5: the stream is never divided before the head."""
+    """Architecture of mT5: the stream is never divided before the head."""
     return _t5(config, shapes, _MT5, divides_stream=False)
 
 
 @family("umt5", "UMT5", norm="RMS", mlp="gated GELU (tanh)", positions="biases by distance")
 def umt5(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
-    """UMT5: every layer has its own table of relative position biases; the stream is always divided."""
+    """Architecture of UMT5: every layer has its own table of relative position biases; the stream is always
+    divided."""
     return _t5(config, shapes, _MT5, divides_stream=True, has_own_tables=True)
 
 
@@ -65,12 +66,12 @@ def _t5(
     divides_stream: bool,
     has_own_tables: bool = False,
 ) -> ComposedArchitecture:
-    """Architecture of a T5.
+    """Architecture of a model of the T5 families.
 
     Arguments:
         config: The config.json.
         shapes: Shapes of the checkpoint's tensors by name; empty if they are not known.
-        defaults: Values of absent keys.
+        defaults: Values for keys that config.json leaves out.
         divides_stream: Whether the stream is divided by sqrt(hidden) before the head.
         has_own_tables: Whether each layer has its own table of relative position biases, instead of one for
             the encoder and one for the decoder.
@@ -104,20 +105,22 @@ def _t5(
         spelling=_spelling(is_gated),
         norm_eps=config.number("layer_norm_epsilon", 1e-6),
         logit_factor=hidden**-0.5 if divides_stream else 1.0,
-        # The reference uses a head in the file even if tie_word_embeddings is true.
+        # transformers uses a head in the file even if tie_word_embeddings is true.
         tie_word_embeddings="lm_head.weight" not in shapes,
         pair=PairSpec(encoder, token_id(config, "decoder_start_token_id", padding)),
     )
 
 
 def _feed_forward(config: ConfigReader, default: str) -> tuple[ActivationName, bool]:
-    """Activation of the MLPs, and whether they are gated."""
+    """Activation function of the MLPs, and whether they are gated, from the config key feed_forward_proj.
+    default: for an absent key."""
     text = config.text("feed_forward_proj", default)
     parts = text.split("-")
     if len(parts) > 2 or (len(parts) == 2 and parts[0] != "gated"):
         raise ConfigError(
-            f"{config.source}: expected feed_forward_proj to be an activation, or gated- and an activation, "
-            f"found {text!r}"
+            f"{config.source}: expected feed_forward_proj to be the name of an activation function such as "
+            f"'relu', or of a gated one such as 'gated-gelu', found {text!r}; correct the file, or fetch it "
+            "again"
         )
     # In T5 1.1, "gated-gelu" means the tanh approximation.
     name = "gelu_new" if text == "gated-gelu" else parts[-1]
@@ -125,7 +128,7 @@ def _feed_forward(config: ConfigReader, default: str) -> tuple[ActivationName, b
 
 
 def _spelling(is_gated: bool) -> Spelling:
-    """Tensor names of a T5 checkpoint."""
+    """Tensor names of a T5 checkpoint; is_gated: whether its MLPs are gated."""
     return Spelling(
         embed="shared",
         # Old checkpoints hold an unused relative bias of cross-attention.

@@ -60,36 +60,41 @@ _MIXTRAL = {
 
 @dataclass(frozen=True)
 class GgufFamily:
-    """Names and transformations of one GGUF architecture."""
+    """How llama.cpp's converter renamed and transformed the tensors of one architecture."""
 
     config: Callable[[Header], Raw]
-    """Header -> content of config.json."""
+    """Function from the header of a file to the content of config.json."""
     outside: Mapping[str, str] = field(default_factory=lambda: _OUTSIDE)
     """GGUF name -> checkpoint name of tensors outside the layers, without ".weight"."""
     layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)
-    """Likewise within a layer; "{}" stands for the index of an expert."""
+    """GGUF name -> checkpoint name of tensors of a layer, without ".weight"; "{}" is an expert's index."""
     prefix: str = "model.layers.{}."
-    """Prefix of a layer's checkpoint names."""
+    """Prefix of the checkpoint names of a layer; "{}" is the index of the layer."""
     has_paired_rope: bool = False
-    """Whether rows of q and k are reordered so that rope rotates neighbours instead of halves."""
+    """Whether the converter reorders rows of q and k, so that RoPE rotates neighbouring dimensions instead of
+    halves."""
     has_shifted_norms: bool = False
-    """Whether 1 was added to norm weights (the checkpoint's norms multiply by 1 + weight)."""
+    """Whether the converter adds 1 to norm weights, because the checkpoint's norms multiply by 1 + weight."""
     is_transposed: bool = False
     """Whether the checkpoint stores matrices of a layer as [in, out]."""
 
 
 def family_of(header: Header) -> GgufFamily:
-    """The row of a file's architecture. Raises ConfigError for an architecture without a row."""
+    """How the architecture of a GGUF file was converted.
+
+    Raises:
+        ConfigError: for an unsupported architecture.
+    """
     family = FAMILIES.get(header.architecture)
     if family is None:
         raise ConfigError(
-            f"{header.path}: expected a GGUF file of {', '.join(FAMILIES)}, found {header.architecture!r}; "
-            "use the checkpoint it was made of"
+            f"{header.path}: expected a GGUF file of architecture {', '.join(FAMILIES)}, found "
+            f"{header.architecture!r}; load the checkpoint from which it was converted"
         )
     return family
 
 
-def _usual(header: Header, model_type: str) -> Raw:
+def _common_keys(header: Header, model_type: str) -> Raw:
     """Keys of config.json that nearly all decoders have."""
     heads = _integer(header, "attention.head_count")
     hidden = header.require("embedding_length")
@@ -106,21 +111,21 @@ def _usual(header: Header, model_type: str) -> Raw:
     }
 
 
-def _rms(header: Header, model_type: str) -> Raw:
-    """Keys of decoders with RMS norms and rope."""
+def _rms_norm_keys(header: Header, model_type: str) -> Raw:
+    """Keys of config.json of decoders with RMS norms and RoPE."""
     heads = _integer(header, "attention.head_count")
-    head = header.get("attention.key_length", header.require("embedding_length") // heads)
-    return _usual(header, model_type) | {
+    head_dim = header.get("attention.key_length", header.require("embedding_length") // heads)
+    return _common_keys(header, model_type) | {
         "rms_norm_eps": header.require("attention.layer_norm_rms_epsilon"),
         "rope_theta": header.get("rope.freq_base", 10000.0),
-        "head_dim": head,
-        **_scaling(header, header.get("rope.dimension_count", head)),
+        "head_dim": head_dim,
+        **_rope_scaling(header, header.get("rope.dimension_count", head_dim)),
     }
 
 
 def _llama(header: Header) -> Raw:
     # llama.cpp converts Llama, Mistral and Mixtral to one architecture; what they differ in tells them apart.
-    raw = _rms(header, "llama")
+    raw = _rms_norm_keys(header, "llama")
     raw["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
     raw["mlp_bias"] = "blk.0.ffn_up.bias" in header.tensors
     if window := header.get("attention.sliding_window"):
@@ -133,15 +138,15 @@ def _llama(header: Header) -> Raw:
 
 
 def _qwen2(header: Header) -> Raw:
-    return _rms(header, "qwen2")
+    return _rms_norm_keys(header, "qwen2")
 
 
 def _qwen3(header: Header) -> Raw:
-    return _rms(header, "qwen3") | {"attention_bias": "blk.0.attn_q.bias" in header.tensors}
+    return _rms_norm_keys(header, "qwen3") | {"attention_bias": "blk.0.attn_q.bias" in header.tensors}
 
 
-def _experts(header: Header, model_type: str) -> Raw:
-    return _rms(header, model_type) | {
+def _expert_keys(header: Header, model_type: str) -> Raw:
+    return _rms_norm_keys(header, model_type) | {
         "num_experts": header.require("expert_count"),
         "num_experts_per_tok": header.require("expert_used_count"),
         "moe_intermediate_size": header.tensors["blk.0.ffn_gate_exps.weight"].shape[1],
@@ -149,44 +154,48 @@ def _experts(header: Header, model_type: str) -> Raw:
 
 
 def _qwen2_moe(header: Header) -> Raw:
-    shared = header.tensors["blk.0.ffn_gate_shexp.weight"].shape[0]
-    return _experts(header, "qwen2_moe") | {"shared_expert_intermediate_size": shared}
+    shared_size = header.tensors["blk.0.ffn_gate_shexp.weight"].shape[0]
+    return _expert_keys(header, "qwen2_moe") | {"shared_expert_intermediate_size": shared_size}
 
 
 def _qwen3_moe(header: Header) -> Raw:
     # No metadata say so; llama.cpp normalises in this architecture.
-    return _experts(header, "qwen3_moe") | {"norm_topk_prob": True}
+    return _expert_keys(header, "qwen3_moe") | {"norm_topk_prob": True}
 
 
 def _gemma2(header: Header) -> Raw:
-    raw = _rms(header, "gemma2") | {
+    raw = _rms_norm_keys(header, "gemma2") | {
         "attn_logit_softcapping": header.get("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": header.get("final_logit_softcapping", 30.0),
         "sliding_window": header.get("attention.sliding_window", 4096),
     }
-    return raw | _scale(raw, largest=46)
+    return raw | _query_scale(raw, largest=46)
 
 
 def _gemma3(header: Header) -> Raw:
-    raw = _rms(header, "gemma3_text") | {
+    raw = _rms_norm_keys(header, "gemma3_text") | {
         "sliding_window": header.require("attention.sliding_window"),
         "rope_local_base_freq": header.get("rope.freq_base_swa", 10000.0),
     }
-    return raw | _scale(raw, largest=62)
+    return raw | _query_scale(raw, largest=62)
 
 
-def _scale(raw: Raw, largest: int) -> Raw:
-    """Scale of the attention scores, which no metadata have.
+def _query_scale(raw: Raw, largest: int) -> Raw:
+    """Scale of the attention scores of Gemma, which GGUF metadata do not have.
 
     llama.cpp hard-codes an exception for the largest model of each family, recognised by its number of
     layers.
+
+    Arguments:
+        raw: the other keys of config.json.
+        largest: number of layers of the largest model of the family.
     """
     width = raw["hidden_size"] // raw["num_attention_heads"]
     return {"query_pre_attn_scalar": width if raw["num_hidden_layers"] == largest else raw["head_dim"]}
 
 
 def _phi3(header: Header) -> Raw:
-    raw = _rms(header, "phi3")
+    raw = _rms_norm_keys(header, "phi3")
     rotary_dim = header.get("rope.dimension_count", raw["head_dim"])
     if rotary_dim != raw["head_dim"]:
         raw["partial_rotary_factor"] = rotary_dim / raw["head_dim"]
@@ -196,22 +205,22 @@ def _phi3(header: Header) -> Raw:
 
 
 def _starcoder2(header: Header) -> Raw:
-    return _usual(header, "starcoder2") | {
+    return _common_keys(header, "starcoder2") | {
         "norm_epsilon": header.require("attention.layer_norm_epsilon"),
         "rope_theta": header.get("rope.freq_base", 10000.0),
         "use_bias": "blk.0.attn_q.bias" in header.tensors,
         "sliding_window": header.get("attention.sliding_window"),
-        **_scaling(header, header.get("rope.dimension_count", 0)),
+        **_rope_scaling(header, header.get("rope.dimension_count", 0)),
     }
 
 
 def _stablelm(header: Header) -> Raw:
-    raw = _usual(header, "stablelm")
-    head = raw["hidden_size"] // raw["num_attention_heads"]
+    raw = _common_keys(header, "stablelm")
+    head_dim = raw["hidden_size"] // raw["num_attention_heads"]
     return raw | {
         "layer_norm_eps": header.require("attention.layer_norm_epsilon"),
         "rope_theta": header.get("rope.freq_base", 10000.0),
-        "partial_rotary_factor": header.get("rope.dimension_count", head) / head,
+        "partial_rotary_factor": header.get("rope.dimension_count", head_dim) / head_dim,
         "use_qkv_bias": "blk.0.attn_q.bias" in header.tensors,
         "use_parallel_residual": "blk.0.ffn_norm.weight" not in header.tensors,
     }
@@ -232,18 +241,23 @@ def _gpt2(header: Header) -> Raw:
 
 
 def _integer(header: Header, key: str, default: int | None = None) -> int:
-    """An integer of the metadata. Raises ConfigError for other values, such as one per layer."""
+    """An integer of the metadata; ConfigError for another value, such as an array with one per layer."""
     value = header.require(key) if default is None else header.get(key, default)
     if not isinstance(value, int):
         raise ConfigError(
-            f"{header.path}: expected an integer as {key}, found {value!r:.80}; use the checkpoint it "
-            "was made of"
+            f"{header.path}: expected an integer as metadata {key}, found {value!r:.80}; load the checkpoint "
+            "from which the file was converted"
         )
     return value
 
 
-def _scaling(header: Header, rotary_dim: int) -> Raw:
-    """Rope scaling for contexts beyond the training context; `rotary_dim`: number of rotated channels."""
+def _rope_scaling(header: Header, rotary_dim: int) -> Raw:
+    """Keys of config.json that scale RoPE for contexts longer than in training; empty without scaling.
+
+    Arguments:
+        header: header of the GGUF file.
+        rotary_dim: number of rotated dimensions of a head.
+    """
     # Longrope divides frequencies by these factors (Phi-3 with a long context).
     long, short = (header.tensors.get(f"rope_factors_{which}.weight") for which in ("long", "short"))
     original = header.get("rope.scaling.original_context_length")
@@ -252,7 +266,7 @@ def _scaling(header: Header, rotary_dim: int) -> Raw:
         extended = {"original_max_position_embeddings": original} if original else {}
         return {"rope_scaling": {"rope_type": "longrope", **factors}, **extended}
     if "rope_freqs.weight" in header.tensors:
-        return {"rope_scaling": _llama3(header, rotary_dim)}
+        return {"rope_scaling": _llama3_rope_scaling(header, rotary_dim)}
     kind = header.get("rope.scaling.type", "none")
     if kind == "none":
         return {}
@@ -261,13 +275,13 @@ def _scaling(header: Header, rotary_dim: int) -> Raw:
         scaling["original_max_position_embeddings"] = original
     elif kind != "linear":
         raise ConfigError(
-            f"{header.path}: expected rope.scaling.type none, linear or yarn, found {kind!r}; use the "
-            "checkpoint it was made of"
+            f"{header.path}: expected metadata rope.scaling.type none, linear or yarn, found {kind!r}; load "
+            "the checkpoint from which the file was converted"
         )
     return {"rope_scaling": scaling}
 
 
-def _llama3(header: Header, rotary_dim: int) -> Raw:
+def _llama3_rope_scaling(header: Header, rotary_dim: int) -> Raw:
     """Rope scaling of Llama 3.1 and later, recovered from the frequency divisors in the file.
 
     Raises:
@@ -291,8 +305,8 @@ def _llama3(header: Header, rotary_dim: int) -> Raw:
                 "original_max_position_embeddings": original,
             }
     raise ConfigError(
-        f"{header.path}: expected rope_freqs of a release of Llama 3, found others; use the checkpoint it "
-        "was made of"
+        f"{header.path}: expected the tensor rope_freqs.weight of a release of Llama 3, found other numbers; "
+        "load the checkpoint from which the file was converted"
     )
 
 

@@ -28,14 +28,14 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True, eq=False)
 class Header:
-    """Metadata of a checkpoint's first file, and the tensors of all its files. Compared by identity."""
+    """Metadata and tensor list of the GGUF files of one checkpoint. Compared by identity."""
 
     path: Path
-    """The first file."""
+    """First file of the checkpoint, which has the metadata."""
     fields: Mapping[str, Any]
     """Metadata by full name, as `read_gguf` returns them."""
     tensors: Mapping[str, StoredTensor]
-    """Tensors by their llama.cpp names."""
+    """Tensors of all files, by their llama.cpp names."""
 
     @cached_property
     def architecture(self) -> str:
@@ -43,11 +43,11 @@ class Header:
         return str(self._value("general.architecture"))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value of the architecture's metadata.
+        """A metadata value whose name begins with the architecture, e.g. llama.block_count.
 
         Arguments:
             key: name without the architecture, e.g. "block_count".
-            default: returned where there is none.
+            default: returned if the file has no such value.
 
         Raises:
             ConfigError: for an array with a value per layer, which no supported architecture has.
@@ -56,30 +56,41 @@ class Header:
         return self._value(name) if name in self.fields else default
 
     def require(self, key: str) -> Any:
-        """As `get`, without a default. Raises ConfigError where there is no value."""
+        """A metadata value whose name begins with the architecture, e.g. llama.block_count.
+
+        Arguments:
+            key: name without the architecture, e.g. "block_count".
+
+        Raises:
+            ConfigError: if the file has no such value, or an array with a value per layer.
+        """
         return self._value(f"{self.architecture}.{key}")
 
     def metadata(self, name: str) -> Any:
-        """Metadata by its full name, e.g. "tokenizer.ggml.model"; None where there is none."""
+        """A metadata value by its full name, e.g. "tokenizer.ggml.model"; None if the file has none."""
         return self.fields.get(name)
 
     def _value(self, name: str) -> Any:
         if name not in self.fields:
             raise ConfigError(
-                f"expected {name} in the metadata of {self.path}, found none; fetch the file again"
+                f"expected {name} in the metadata of the GGUF file {self.path}, found none; fetch the file "
+                "again"
             )
         value = self.fields[name]
         # llama.cpp writes an array where layers differ, which no supported architecture does.
         if isinstance(value, list | np.ndarray):
             raise ConfigError(
-                f"{self.path}: expected one {name} for all layers, found an array of {len(value)}; use the "
-                "checkpoint it was made of"
+                f"{self.path}: expected one {name} for all layers, found an array of {len(value)}; load the "
+                "checkpoint from which the file was converted"
             )
         return value
 
 
 def parts_of(path: Path) -> tuple[Path, ...]:
-    """All files of a checkpoint that llama.cpp's tool has split, from any one of them.
+    """All files of a checkpoint that llama.cpp's tool has split into several.
+
+    Arguments:
+        path: any one of the files.
 
     Raises:
         WeightsError: for a missing file.
@@ -91,13 +102,14 @@ def parts_of(path: Path) -> tuple[Path, ...]:
     parts = tuple(path.with_name(f"{stem}-{n:05}-of-{count}.gguf") for n in range(1, int(count) + 1))
     if missing := [part.name for part in parts if not require_content(part, WeightsError)]:
         raise WeightsError(
-            f"{path.name} is one of {int(count)} files, found no {missing[0]} beside it; fetch it again"
+            f"expected all {int(count)} files of the checkpoint of {path.name} in one folder, found no "
+            f"{missing[0]}; fetch the missing files"
         )
     return parts
 
 
 def header_of(paths: Sequence[Path]) -> Header:
-    """Read the header of a checkpoint's files; cached by path and file stamp.
+    """Read metadata and tensor list of the GGUF files of a checkpoint; cached until a file changes.
 
     Raises:
         WeightsError: for a missing or damaged file.
@@ -126,8 +138,8 @@ def _header_of(paths: tuple[Path, ...], stamps: tuple[Any, ...]) -> Header:
         for name, tensor in stored.items():
             if name in tensors:
                 raise WeightsError(
-                    f"expected {name!r} in one file, found it in {path.name} and another; fetch the files "
-                    "again"
+                    f"expected tensor {name!r} in one GGUF file, found it in {path.name} and another; fetch "
+                    "the files again"
                 )
             tensors[name] = tensor
     return Header(paths[0], fields, tensors)

@@ -59,25 +59,25 @@ _FLOATS = ("F64", "F32", "F16")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a file."""
+    """One tensor of a GGUF file, memory-mapped and still quantised."""
 
     shape: tuple[int, ...]
-    """Shape of the numbers in torch's order: rows first."""
+    """Shape of the dequantised tensor, in torch's order."""
     kind: str
-    """Tensor type of the format, e.g. "Q4_K"."""
+    """Tensor type of the GGUF format, e.g. "Q4_K"."""
     data: npt.NDArray[Any]
-    """Memory-mapped numbers, or the bytes of each row's blocks."""
+    """Memory-mapped numbers; for a quantised type, the bytes of the blocks, [..., byte of a row]."""
 
     @property
     def dtype(self) -> str:
-        """Dtype of the dequantised numbers, by its code in safetensors."""
+        """Dtype of the dequantised tensor, as safetensors writes it, e.g. "F32"."""
         return self.kind if self.kind in _FLOATS else "F32"
 
     def plain(self, first: int | None = None) -> npt.NDArray[Any]:
-        """The dequantised numbers, in newly allocated memory.
+        """Dequantise the tensor into newly allocated memory.
 
         Arguments:
-            first: index on the first axis, to read that slice only; None for all.
+            first: index on the first axis, to read this slice only; None for the whole tensor.
 
         Raises:
             ValueError: for a block type that the gguf package cannot dequantise.
@@ -88,18 +88,18 @@ class StoredTensor:
         if self.kind in _FLOATS:
             return np.array(data)
         shape = self.shape if first is None else self.shape[1:]
-        numbers = np.empty(shape, np.float32)
+        dequantised = np.empty(shape, np.float32)
         # Blocks never cross rows, so that whole rows can be dequantised separately.
-        stored, rows = data.reshape(-1, data.shape[-1]), numbers.reshape(-1, shape[-1])
+        block_rows, rows = data.reshape(-1, data.shape[-1]), dequantised.reshape(-1, shape[-1])
         # In steps, because the package's function holds all numbers of its argument twice.
         step = max(1, _AT_ONCE // max(1, shape[-1]))
         try:
             for start in range(0, len(rows), step):
-                part = np.ascontiguousarray(stored[start : start + step])
-                rows[start : start + step] = gguf.dequantize(part, gguf.GGMLQuantizationType[self.kind])
+                blocks = np.ascontiguousarray(block_rows[start : start + step])
+                rows[start : start + step] = gguf.dequantize(blocks, gguf.GGMLQuantizationType[self.kind])
         except NotImplementedError as error:
             raise ValueError(str(error)) from error
-        return numbers
+        return dequantised
 
     def release(self) -> None:
         """Release the pages of the file that were read.
@@ -113,13 +113,13 @@ class StoredTensor:
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Read metadata and tensors of a file.
+    """Read the metadata of a GGUF file, and map its tensors.
 
     Arguments:
         path: a file that is not empty.
 
     Returns:
-        Metadata by name, and tensors by name.
+        (metadata by name, tensors by name).
 
     Raises:
         ValueError: for a damaged file; the message says what was found and expected.
@@ -128,22 +128,22 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         cursor = _Cursor(data, len(data))
         magic = cursor.take(4)
         if magic != MAGIC:
-            raise ValueError(f"{magic!r} where {MAGIC!r} was expected")
+            raise ValueError(f"expected {MAGIC!r} as its first bytes, found {magic!r}")
         version = cursor.integer("<I")
         if version not in _VERSIONS:
             # Version 3 in big-endian reads as 0x03000000.
             order = ", big-endian" if version & 0xFFFF == 0 else ""
-            raise ValueError(f"version {version}{order}, where 2 or 3 was expected, little-endian")
+            raise ValueError(f"expected GGUF version 2 or 3, little-endian, found version {version}{order}")
         n_tensors, n_fields = cursor.integer("<Q"), cursor.integer("<Q")
-        fields = _fields(cursor, n_fields)
+        fields = _metadata(cursor, n_fields)
         tensors = _tensor_infos(cursor, n_tensors)
         alignment = fields.get("general.alignment", _ALIGNMENT)
         # `type` instead of isinstance: True would pass as 1.
         if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
-            raise ValueError(f"an alignment of {alignment!r:.40}, where a power of two was expected")
+            raise ValueError(f"expected a power of two as general.alignment, found {alignment!r:.40}")
         # Rounded up: the data section begins at the next multiple of the alignment.
         start = -(-cursor.at // alignment) * alignment
-    return fields, _mapped(path, tensors, start)
+    return fields, _mapped_tensors(path, tensors, start)
 
 
 @dataclass
@@ -158,133 +158,145 @@ class _Cursor:
     """Offset of the next byte."""
 
     def move(self, count: int) -> int:
-        """Skip `count` bytes and return the offset of the first; ValueError if the file ends before."""
+        """Skip `count` bytes, and return the offset of the first; ValueError if the file ends before them."""
         start = self.at
         if count > self.size - start:
             raise ValueError(
-                f"a length of {count} bytes at byte {start}, after which the file has {self.size - start}"
+                f"expected {count} bytes at byte {start}, found only {self.size - start} until the end of "
+                "the file"
             )
         self.at = start + count
         return start
 
     def take(self, count: int) -> bytes:
-        """The next `count` bytes."""
+        """Read the next `count` bytes."""
         start = self.move(count)
         return self.data[start : start + count]
 
     def integer(self, layout: str) -> int:
-        """The next integer, with a layout of `struct`."""
+        """Read the next integer; `layout` is its format in `struct`, e.g. "<Q"."""
         return int(struct.unpack_from(layout, self.data, self.move(struct.calcsize(layout)))[0])
 
     def text(self) -> str:
-        """The next string: its length, then UTF-8."""
+        """Read the next string: its length in bytes, then UTF-8."""
         return self.take(self.integer("<Q")).decode()
 
     def texts(self, count: int) -> list[str]:
-        """The next strings, each as `text` reads it."""
+        """Read the next `count` strings: of each its length in bytes, then UTF-8."""
         # One loop without calls: a vocabulary has up to 262,144 strings.
-        if count * 8 > self.size - self.at:
+        length_bytes = 8
+        if count * length_bytes > self.size - self.at:
             raise ValueError(
-                f"an array of {count} texts at byte {self.at}, after which the file is too short"
+                f"expected an array of {count} strings at byte {self.at}, found only "
+                f"{self.size - self.at} bytes until the end of the file"
             )
-        data, at, size, length_at = self.data, self.at, self.size, struct.Struct("<Q").unpack_from
+        data, at, size, read_length = self.data, self.at, self.size, struct.Struct("<Q").unpack_from
         texts: list[str] = []
         for _ in range(count):
-            start = at + 8
-            at = start + length_at(data, at)[0] if start <= size else start
+            start = at + length_bytes
+            at = start + read_length(data, at)[0] if start <= size else start
             if at > size:
-                raise ValueError(f"a text that ends at byte {at}, in a file of {size} bytes")
+                raise ValueError(f"expected a string that ends at byte {at}, found a file of {size} bytes")
             texts.append(data[start:at].decode())
         self.at = at
         return texts
 
     def numbers(self, dtype: str, count: int) -> npt.NDArray[Any]:
-        """The next numbers of one dtype."""
-        kind = np.dtype(dtype)
-        start = self.move(count * kind.itemsize)
+        """Read the next `count` numbers of a numpy dtype."""
+        numpy_dtype = np.dtype(dtype)
+        start = self.move(count * numpy_dtype.itemsize)
         # From a copy of the bytes: an array that points into the mapping would prevent closing it.
-        return np.frombuffer(self.data[start : self.at], kind)
+        return np.frombuffer(self.data[start : self.at], numpy_dtype)
 
 
-def _fields(cursor: _Cursor, count: int) -> dict[str, Any]:
-    """Metadata by name: numbers, strings, numeric arrays as numpy arrays, string arrays as lists."""
+def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
+    """Read `count` metadata fields, by name.
+
+    Values are numbers or strings; arrays of numbers are numpy arrays, arrays of strings are lists.
+    """
     # A count that is too large ends in an error of the cursor, because every field takes bytes.
     fields: dict[str, Any] = {}
     for _ in range(count):
         name = cursor.text()
         if name in fields:
-            raise ValueError(f"two values of {name!r:.80}")
-        fields[name] = _value(cursor, cursor.integer("<I"))
+            raise ValueError(f"expected one value of {name!r:.80}, found two")
+        fields[name] = _metadata_value(cursor, cursor.integer("<I"))
     return fields
 
 
-def _value(cursor: _Cursor, kind: int) -> Any:
-    if kind == _STRING:
+def _metadata_value(cursor: _Cursor, value_type: int) -> Any:
+    if value_type == _STRING:
         return cursor.text()
-    if kind in _NUMBERS:
-        return cursor.numbers(_NUMBERS[kind], 1).item()
-    if kind != _ARRAY:
-        raise ValueError(f"a value of type {kind}, which the format does not have")
-    inner, count = cursor.integer("<I"), cursor.integer("<Q")
-    if inner in _NUMBERS:
-        return cursor.numbers(_NUMBERS[inner], count)
-    if inner != _STRING:
-        raise ValueError(f"an array of values of type {inner}, where numbers or texts were expected")
+    if value_type in _NUMBERS:
+        return cursor.numbers(_NUMBERS[value_type], 1).item()
+    if value_type != _ARRAY:
+        raise ValueError(f"expected a metadata value of a known type, found type {value_type}")
+    entry_type, count = cursor.integer("<I"), cursor.integer("<Q")
+    if entry_type in _NUMBERS:
+        return cursor.numbers(_NUMBERS[entry_type], count)
+    if entry_type != _STRING:
+        raise ValueError(
+            f"expected a metadata array of numbers or strings, found entries of type {entry_type}"
+        )
     return cursor.texts(count)
 
 
 @dataclass(frozen=True)
 class _TensorInfo:
-    """Entry of the file's list of tensors."""
+    """What a GGUF file says of one tensor: shape, type and offset."""
 
     shape: tuple[int, ...]
-    """Shape of the numbers, rows first."""
+    """Shape of the dequantised tensor, in torch's order."""
     kind: str
-    """Tensor type of the format."""
+    """Tensor type of the GGUF format, e.g. "Q4_K"."""
     block: tuple[int, int]
-    """(numbers, bytes) of one block."""
+    """(numbers, bytes) of one block of this type."""
     offset: int
     """Offset within the data section, in bytes."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return math.prod(self.shape) // self.block[0] * self.block[1]
+        """Bytes of the tensor in the file."""
+        numbers_per_block, bytes_per_block = self.block
+        return math.prod(self.shape) // numbers_per_block * bytes_per_block
 
 
 def _tensor_infos(cursor: _Cursor, count: int) -> dict[str, _TensorInfo]:
-    """Entries of the list of tensors, by name; not yet checked against the size of the file."""
+    """Read the list of `count` tensors, by name; offsets are not yet checked against the size of the file."""
     import gguf
 
     tensors: dict[str, _TensorInfo] = {}
     for _ in range(count):
         name = cursor.text()
         if name in tensors:
-            raise ValueError(f"two tensors {name!r:.80}")
+            raise ValueError(f"expected one tensor {name!r:.80}, found two")
         n_axes = cursor.integer("<I")
         if n_axes > _MOST_AXES:
-            raise ValueError(f"{n_axes} axes of {name!r:.80}, where {_MOST_AXES} at most were expected")
+            raise ValueError(f"expected at most {_MOST_AXES} axes of tensor {name!r:.80}, found {n_axes}")
         # The format counts axes from the innermost one.
         shape = tuple(reversed(cursor.numbers("<u8", n_axes).tolist()))
         kind = gguf.GGMLQuantizationType(cursor.integer("<I"))
         block = gguf.GGML_QUANT_SIZES[kind]
         if kind.name not in _PLAIN and not shape:
-            raise ValueError(f"no axis of {name!r:.80}, whose numbers lie in blocks ({kind.name})")
+            raise ValueError(
+                f"expected at least one axis of tensor {name!r:.80} of type {kind.name}, found none"
+            )
         if shape and shape[-1] % block[0]:
             raise ValueError(
-                f"rows of {shape[-1]} numbers in {name!r:.80}, no multiple of {block[0]} ({kind.name})"
+                f"expected rows of tensor {name!r:.80} with a multiple of {block[0]} numbers ({kind.name}), "
+                f"found {shape[-1]}"
             )
         tensors[name] = _TensorInfo(shape, kind.name, block, cursor.integer("<Q"))
     return tensors
 
 
-def _mapped(path: Path, tensors: dict[str, _TensorInfo], start: int) -> dict[str, StoredTensor]:
-    """Map the tensors of a file.
+def _mapped_tensors(path: Path, tensors: dict[str, _TensorInfo], start: int) -> dict[str, StoredTensor]:
+    """Map the tensors of a GGUF file into memory.
 
     Arguments:
         path: the file.
-        tensors: entries of its list of tensors.
-        start: offset of the data section.
+        tensors: shape, type and offset of each tensor, by name.
+        start: offset of the data section in the file, in bytes.
 
     Raises:
         ValueError: for a tensor beyond the end of the file, or one that overlaps another.
@@ -296,21 +308,25 @@ def _mapped(path: Path, tensors: dict[str, _TensorInfo], start: int) -> dict[str
         # `size or 1`: numpy refuses such shapes even where another axis has length 0.
         if math.prod(size or 1 for size in info.shape) >= 1 << 60 or first + info.nbytes > len(data):
             raise ValueError(
-                f"{info.nbytes} bytes at byte {first} for {name!r:.80}, in a file of {len(data)} bytes"
+                f"expected {info.nbytes} bytes of tensor {name!r:.80} at byte {first}, found a file of "
+                f"{len(data)} bytes"
             )
         if first < end:
             raise ValueError(
-                f"{name!r:.80} at byte {first}, before the end of {previous!r:.80} at byte {end}"
+                f"expected tensor {name!r:.80} after the end of {previous!r:.80} at byte {end}, found it at "
+                f"byte {first}"
             )
         end, previous = first + info.nbytes, name
     return {
-        name: StoredTensor(info.shape, info.kind, _array(data, info, start + info.offset))
+        name: StoredTensor(info.shape, info.kind, _numbers_or_blocks(data, info, start + info.offset))
         for name, info in tensors.items()
     }
 
 
-def _array(data: npt.NDArray[np.uint8], info: _TensorInfo, first: int) -> npt.NDArray[Any]:
-    numbers = data[first : first + info.nbytes]
+def _numbers_or_blocks(data: npt.NDArray[np.uint8], info: _TensorInfo, first: int) -> npt.NDArray[Any]:
+    stored = data[first : first + info.nbytes]
     if info.kind in _PLAIN:
-        return numbers.view(_PLAIN[info.kind]).reshape(info.shape)
-    return numbers.reshape((*info.shape[:-1], info.shape[-1] // info.block[0] * info.block[1]))
+        return stored.view(_PLAIN[info.kind]).reshape(info.shape)
+    numbers_per_block, bytes_per_block = info.block
+    bytes_per_row = info.shape[-1] // numbers_per_block * bytes_per_block
+    return stored.reshape((*info.shape[:-1], bytes_per_row))

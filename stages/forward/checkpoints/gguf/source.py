@@ -54,33 +54,33 @@ def config_of(files: tuple[Path, ...]) -> dict[str, Any]:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"{header.path}: expected the metadata and tensors of {header.architecture!r}, found others "
-            f"({type(error).__name__}: {error!s:.80}); fetch the file again"
+            f"{header.path}: expected the metadata and tensors of a {header.architecture!r} model, found a "
+            f"file that lacks some ({type(error).__name__}: {error!s:.80}); fetch the file again"
         ) from error
 
 
 @dataclass(frozen=True)
 class _Inverse:
-    """Inverse of the converter's transformation of a tensor."""
+    """Undoes what llama.cpp's converter did to a tensor, e.g. a transposition."""
 
     numbers: Callable[[Array], Array] = lambda whole: whole
-    """Stored numbers -> the checkpoint's."""
+    """Function from the tensor in the GGUF file to the tensor in the original checkpoint."""
     shape: Callable[[Shape], Shape] = lambda shape: shape
-    """Stored shape -> the checkpoint's."""
+    """Function from the shape in the GGUF file to the shape in the original checkpoint."""
 
 
 @dataclass(frozen=True)
 class _Location:
-    """Location of a checkpoint tensor in the GGUF file."""
+    """Where a tensor of the original checkpoint is in the GGUF file, and how to convert it back."""
 
     stored: str
     """Name in the GGUF file."""
     expert: int | None
     """Expert index along axis 0 of a stacked tensor; None for an unstacked tensor."""
     shape: Shape
-    """Shape in the checkpoint."""
+    """Shape in the original checkpoint."""
     inverse: Callable[[Array], Array]
-    """Stored numbers -> the checkpoint's."""
+    """Function from the tensor in the GGUF file to the tensor in the original checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,13 @@ class GgufFiles:
         for name, stored in header.tensors.items():
             if name in _SETTINGS:
                 continue
-            target = _target(name, family)
+            target = _checkpoint_name(name, family)
             if target is None:
                 raise WeightsError(
-                    f"expected tensors of {header.architecture!r} in {header.path}, found {name!r}, which "
-                    "its row does not know; use the checkpoint it was made of"
+                    f"expected tensors of a {header.architecture!r} model in {header.path}, found {name!r}, "
+                    "which mizarr does not know; load the checkpoint from which the file was converted"
                 )
-            inverse = _inverse(name, family, header)
+            inverse = _inverse_of_conversion(name, family, header)
             if "{}" in target:
                 # Stacked experts are separate tensors in the checkpoint, and are dequantised one at a time.
                 for expert in range(stored.shape[0]):
@@ -121,7 +121,7 @@ class GgufFiles:
 
     @cached_property
     def entries(self) -> Mapping[str, TensorEntry]:
-        """See `TensorSource.entries`."""
+        """Shape and dtype of every tensor, by its name in the original checkpoint."""
         tensors = self._header.tensors
         return {
             name: TensorEntry(location.shape, tensors[location.stored].dtype)
@@ -129,11 +129,15 @@ class GgufFiles:
         }
 
     def mapped(self, name: str) -> None:
-        """See `TensorSource.mapped`: None, as most tensors are quantised and others were reordered."""
+        """None: no tensor can be mapped as it is, because the converter quantised or reordered them."""
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """See `TensorSource.opened`."""
+        """Open the files in this block, with a function that reads and dequantises a tensor by its name.
+
+        Raises:
+            WeightsError: for a tensor whose type cannot be dequantised.
+        """
         import torch
 
         def take(name: str) -> Tensor:
@@ -142,9 +146,9 @@ class GgufFiles:
                 plain = location.inverse(tensors[location.stored].plain(location.expert))
             except ValueError as error:
                 raise WeightsError(
-                    f"{self._header.path}: expected {location.stored!r:.80} in blocks that can be "
-                    f"dequantised, found {tensors[location.stored].kind} ({error!s:.80}); use another file "
-                    "of the model"
+                    f"{self._header.path}: expected tensor {location.stored!r:.80} of a type that can be "
+                    f"dequantised, found {tensors[location.stored].kind} ({error!s:.80}); use a file of the "
+                    "model with another quantisation"
                 ) from error
             # Transposed and reordered tensors are views; readers of weights expect row-major memory.
             return torch.from_numpy(np.ascontiguousarray(plain))
@@ -157,8 +161,8 @@ class GgufFiles:
                 tensor.release()
 
 
-def _target(name: str, family: GgufFamily) -> str | None:
-    """Checkpoint name of a GGUF tensor; None for an unknown name."""
+def _checkpoint_name(name: str, family: GgufFamily) -> str | None:
+    """Name of a GGUF tensor in the original checkpoint; None for an unknown tensor."""
     match = _IN_LAYER.fullmatch(name)
     stem, _, kind = (match[2] if match else name).rpartition(".")
     target = (family.layer if match else family.outside).get(stem)
@@ -167,7 +171,7 @@ def _target(name: str, family: GgufFamily) -> str | None:
     return (family.prefix.format(match[1]) if match else "") + f"{target}.{kind}"
 
 
-def _inverse(name: str, family: GgufFamily, header: Header) -> _Inverse:
+def _inverse_of_conversion(name: str, family: GgufFamily, header: Header) -> _Inverse:
     # "blk.3.attn_q.weight" -> "attn_q.weight".
     stem = name.removeprefix("blk.").partition(".")[2] if name.startswith("blk.") else name
     # llama.cpp rotates neighbouring channels of these families, transformers rotates halves.
@@ -178,8 +182,8 @@ def _inverse(name: str, family: GgufFamily, header: Header) -> _Inverse:
         rows = header.tensors[name].shape[0]
         if type(heads) is not int or heads < 1 or rows % (2 * heads):
             raise WeightsError(
-                f"{header.path}: expected a number of heads that divides {name!r} of {rows} rows, found "
-                f"{heads!r:.80}; fetch the file again"
+                f"{header.path}: expected a number of heads that divides the {rows} rows of tensor {name!r}, "
+                f"found {heads!r:.80}; fetch the file again"
             )
         return _Inverse(lambda rows: _from_pairs(rows, heads))
     if family.has_shifted_norms and stem.endswith("norm.weight"):

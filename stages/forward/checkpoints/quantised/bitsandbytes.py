@@ -27,7 +27,7 @@ _NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 
 
 def bitsandbytes(config: Mapping[str, Any]) -> Scheme:
-    """Scheme of nf4, fp4 or int8 weights.
+    """Quantisation scheme of bitsandbytes weights: nf4, fp4 or int8.
 
     Arguments:
         config: quantization_config of config.json.
@@ -38,21 +38,23 @@ def bitsandbytes(config: Mapping[str, Any]) -> Scheme:
     four, eight = (bool(config.get(f"load_in_{bits}bit")) for bits in (4, 8))
     if four == eight:
         raise ConfigError(
-            "quantization_config: expected load_in_4bit or load_in_8bit of bitsandbytes, found "
+            "quantization_config: expected either load_in_4bit or load_in_8bit of bitsandbytes, found "
             f"{'both' if four else 'neither'}; {ADVICE}"
         )
     if eight:
-        return Scheme("bitsandbytes int8", 1, {}, _rows, _of_rows)
+        return Scheme("bitsandbytes int8", 1, {}, _find_int8, _dequantise_int8)
     # "fp4" is the library's default where the key is missing.
     kind = require("bitsandbytes", config, "bnb_4bit_quant_type", STATES, "fp4")
     storage = config.get("bnb_4bit_quant_storage") or "uint8"
     require(
         "bitsandbytes", {"bnb_4bit_quant_storage": storage}, "bnb_4bit_quant_storage", ("uint8",), "uint8"
     )
-    return Scheme("bitsandbytes 4 bit", 1, {"type": kind}, lambda source: _blocks(source, kind), _of_blocks)
+    return Scheme(
+        "bitsandbytes 4 bit", 1, {"type": kind}, lambda source: _find_4bit(source, kind), _dequantise_4bit
+    )
 
 
-def _rows(source: TensorSource) -> dict[str, Packed]:
+def _find_int8(source: TensorSource) -> dict[str, Packed]:
     modules = grouped(source, "SCB", ("weight",), ("weight_format",))
     return {
         f"{module}.weight": Packed(source.entries[parts["weight"]].shape, parts)
@@ -60,7 +62,7 @@ def _rows(source: TensorSource) -> dict[str, Packed]:
     }
 
 
-def _of_rows(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
+def _dequantise_int8(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
     layout = parts.get("weight_format")
     if layout is not None and int(layout) != 0:
         # Other layouts are interleaved for tensor cores; rows would be read in the wrong order.
@@ -68,18 +70,18 @@ def _of_rows(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
     return parts["weight"].float() * (parts["SCB"].float() / 127)[:, None]
 
 
-def _blocks(source: TensorSource, kind: str) -> dict[str, Packed]:
+def _find_4bit(source: TensorSource, kind: str) -> dict[str, Packed]:
     state = f"weight.quant_state.bitsandbytes__{kind}"
     modules = grouped(source, state, ("weight", "weight.absmax", "weight.quant_map"), _NESTED)
     weights = {}
     for module, parts in modules.items():
-        facts = _state(source, parts[state])
+        facts = _quantisation_state(source, parts[state])
         weights[f"{module}.weight"] = Packed(tuple(facts["shape"]), parts, facts)
     return weights
 
 
-def _state(source: TensorSource, name: str) -> dict[str, Any]:
-    """The quantisation state of a weight: JSON, stored as the bytes of a tensor."""
+def _quantisation_state(source: TensorSource, name: str) -> dict[str, Any]:
+    """Shape and block size of a 4-bit weight, from JSON that is stored as the bytes of a tensor."""
     stored = source.mapped(name)
     if stored is None:
         with source.opened() as take:
@@ -93,24 +95,26 @@ def _state(source: TensorSource, name: str) -> dict[str, Any]:
             int(size)
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise WeightsError(
-            f"expected a quantisation state as JSON in {name!r}, found {error!r}; fetch the checkpoint again"
+            f"expected the quantisation state of bitsandbytes as JSON in tensor {name!r}, found other bytes "
+            f"({error!r}); fetch the checkpoint again"
         ) from error
     return dict(state)
 
 
-def _of_blocks(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
+def _dequantise_4bit(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
     import torch
 
     facts, absmax = packed.facts, parts["weight.absmax"]
     if "nested_offset" in facts:
         # Double quantisation (QLoRA, section 3): absolute maxima are 8-bit codes with scales of their own.
-        outer = parts["weight.nested_absmax"].float().repeat_interleave(facts["nested_blocksize"])
-        codes = parts["weight.nested_quant_map"].float()[absmax.long()]
-        absmax = codes * outer[: len(codes)] + facts["nested_offset"]
+        outer_scales = parts["weight.nested_absmax"].float().repeat_interleave(facts["nested_blocksize"])
+        inner_values = parts["weight.nested_quant_map"].float()[absmax.long()]
+        absmax = inner_values * outer_scales[: len(inner_values)] + facts["nested_offset"]
     pairs = parts["weight"].reshape(-1).long()
     count = torch.Size(packed.shape).numel()
     # The first number of a byte is in its high half.
-    values = parts["weight.quant_map"].float()[torch.stack([pairs >> 4, pairs & 15], 1).reshape(-1)][:count]
+    codes = torch.stack([pairs >> 4, pairs & 15], 1).reshape(-1)
+    values = parts["weight.quant_map"].float()[codes][:count]
     # The last block may be incomplete, hence the cut to `count`.
     scales = absmax.float().repeat_interleave(facts["blocksize"])[:count]
     return (values * scales).reshape(packed.shape)

@@ -27,7 +27,7 @@ _REST = ("weight_zero_point", "weight_g_idx")
 
 
 def compressed(config: Mapping[str, Any]) -> Scheme:
-    """Scheme of a checkpoint whose weights are all quantised alike.
+    """Quantisation scheme of a compressed-tensors checkpoint whose weights are all quantised alike.
 
     Arguments:
         config: quantization_config of config.json.
@@ -42,10 +42,10 @@ def compressed(config: Mapping[str, Any]) -> Scheme:
         # llm-compressor writes a sparsity_config of format "dense" for weights that are not sparse.
         if setting and setting.get("format") != "dense":
             raise ConfigError(
-                f"quantization_config: expected no {key} of {method}, found {setting!r}; {ADVICE}"
+                f"quantization_config: expected {key} of {method} to be absent, found {setting!r}; {ADVICE}"
             )
     groups = config.get("config_groups")
-    kinds = [
+    weight_settings = [
         {
             key: (group.get("weights") or {}).get(key)
             for key in ("num_bits", "type", "strategy", "block_structure")
@@ -53,20 +53,21 @@ def compressed(config: Mapping[str, Any]) -> Scheme:
         for group in (groups or {}).values()
         if isinstance(group, dict)
     ]
-    if not kinds or any(kind != kinds[0] for kind in kinds):
+    if not weight_settings or any(settings != weight_settings[0] for settings in weight_settings):
         raise ConfigError(
-            f"quantization_config: expected one kind of weights in config_groups of {method}, found "
-            f"{len(kinds)}; {ADVICE}"
+            f"quantization_config: expected config_groups of {method} to have one setting for all weights, "
+            f"found {len(weight_settings)} settings; {ADVICE}"
         )
-    kind = kinds[0]
+    settings = weight_settings[0]
     packs = form == "pack-quantized"
-    bits = require(method, kind, "num_bits", (4, 8), None)
-    require(method, kind, "type", ("int",) if packs or form == "int-quantized" else ("int", "float"), None)
-    strategy = require(method, kind, "strategy", ("tensor", "channel", "group", "block"), None)
-    block = block_size(method, kind["block_structure"]) if strategy == "block" else ()
+    bits = require(method, settings, "num_bits", (4, 8), None)
+    number_types = ("int",) if packs or form == "int-quantized" else ("int", "float")
+    require(method, settings, "type", number_types, None)
+    strategy = require(method, settings, "strategy", ("tensor", "channel", "group", "block"), None)
+    block = block_size(method, settings["block_structure"]) if strategy == "block" else ()
 
     def find(source: TensorSource) -> dict[str, Packed]:
-        return _packed(source, bits) if packs else _whole(source)
+        return _find_packed(source, bits) if packs else _find_unpacked(source)
 
     def plain(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
         values, zeros = parts.get("weight"), parts.get("weight_zero_point")
@@ -80,10 +81,10 @@ def compressed(config: Mapping[str, Any]) -> Scheme:
             return blocks_of(values.float(), parts["weight_scale"].float(), block)
         return _scaled(values, parts["weight_scale"], zeros, parts.get("weight_g_idx"))
 
-    return Scheme(method, 1, {"format": form, **kind}, find, plain)
+    return Scheme(method, 1, {"format": form, **settings}, find, plain)
 
 
-def _packed(source: TensorSource, bits: int) -> dict[str, Packed]:
+def _find_packed(source: TensorSource, bits: int) -> dict[str, Packed]:
     weights = {}
     for module, parts in grouped(source, "weight_packed", _SCALES, ("weight_shape", *_REST)).items():
         rows, words = source.entries[parts["weight_packed"]].shape
@@ -96,7 +97,7 @@ def _packed(source: TensorSource, bits: int) -> dict[str, Packed]:
     return weights
 
 
-def _whole(source: TensorSource) -> dict[str, Packed]:
+def _find_unpacked(source: TensorSource) -> dict[str, Packed]:
     modules = grouped(source, "weight_scale", ("weight",), _REST)
     return {
         f"{module}.weight": Packed(source.entries[parts["weight"]].shape, parts)
@@ -105,15 +106,25 @@ def _whole(source: TensorSource) -> dict[str, Packed]:
 
 
 def _scaled(values: Tensor, scales: Tensor, zeros: Tensor | None, group: Tensor | None) -> Tensor:
-    """Dequantise values [out, in] with scales and zeros [1], [out, 1] or [out, group]."""
+    """Dequantise to a weight [out, in].
+
+    Arguments:
+        values: quantised numbers [out, in].
+        scales: [1] for the whole tensor, [out, 1] per row, or [out, group].
+        zeros: zero points in the shape of `scales`; None for zero.
+        group: group of each input, [in]; None for consecutive groups of equal size.
+    """
     import torch
 
     numbers = values.float()
     if scales.ndim < 2 or scales.shape[1] == 1:
         return (numbers if zeros is None else numbers - zeros.float()) * scales.float()
-    width = numbers.shape[1]
+    n_inputs, n_groups = numbers.shape[1], scales.shape[1]
     # compressed-tensors initialises weight_g_idx with -1 and leaves it so without activation ordering.
-    plain = group is None or bool((group < 0).any())
-    index = torch.arange(width) // -(-width // scales.shape[1]) if plain or group is None else group.long()
+    if group is None or bool((group < 0).any()):
+        group_size = -(-n_inputs // n_groups)
+        index = torch.arange(n_inputs) // group_size
+    else:
+        index = group.long()
     numbers = numbers if zeros is None else numbers - zeros.float()[:, index]
     return numbers * scales.float()[:, index]

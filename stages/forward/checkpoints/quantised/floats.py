@@ -25,7 +25,14 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def fp8(config: Mapping[str, Any]) -> Scheme:
-    """Scheme of float8 weights in blocks. Raises ConfigError without a block size."""
+    """Quantisation scheme of float8 weights with a scale per block of rows and columns.
+
+    Arguments:
+        config: quantization_config of config.json.
+
+    Raises:
+        ConfigError: for settings without a block size.
+    """
     block = block_size("fp8", config.get("weight_block_size"))
 
     def find(source: TensorSource) -> dict[str, Packed]:
@@ -43,7 +50,7 @@ def fp8(config: Mapping[str, Any]) -> Scheme:
 
 
 def block_size(method: str, value: Any) -> tuple[int, ...]:
-    """(rows, columns) of a block from a configuration.
+    """Check the block size of a quantisation method, and return it as (rows, columns).
 
     Arguments:
         method: name of the method, for the message.
@@ -54,14 +61,14 @@ def block_size(method: str, value: Any) -> tuple[int, ...]:
     """
     if not isinstance(value, list) or len(value) != 2 or not all(isinstance(n, int) and n > 0 for n in value):
         raise ConfigError(
-            f"quantization_config: expected the block of {method} as [rows, columns], found "
+            f"quantization_config: expected the block size of {method} as [rows, columns], found "
             f"{value!r}; {ADVICE}"
         )
     return tuple(value)
 
 
 def blocks_of(weight: Tensor, scales: Tensor, block: tuple[int, ...]) -> Tensor:
-    """A matrix times one scale per block of its rows and columns; blocks at the edges may be incomplete.
+    """Multiply each block of a matrix by its scale; blocks at the edges may be incomplete.
 
     Arguments:
         weight: matrix [..., out, in] in float32.
@@ -69,19 +76,20 @@ def blocks_of(weight: Tensor, scales: Tensor, block: tuple[int, ...]) -> Tensor:
         block: (rows, columns) of a block.
     """
     rows, columns = weight.shape[-2:]
-    expected = (-(-rows // block[0]), -(-columns // block[1]))
-    if tuple(scales.shape[-2:]) != expected:
-        raise ValueError(f"expected scales {list(expected)} for blocks of {list(block)}")
-    spread = scales.repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
-    return weight * spread[..., :rows, :columns]
+    # Rounded up: the last block of rows or columns may be incomplete.
+    n_blocks = (-(-rows // block[0]), -(-columns // block[1]))
+    if tuple(scales.shape[-2:]) != n_blocks:
+        raise ValueError(f"expected scales of shape {list(n_blocks)} for blocks of {list(block)}")
+    scale_of_entry = scales.repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
+    return weight * scale_of_entry[..., :rows, :columns]
 
 
 def mxfp4(config: Mapping[str, Any]) -> Scheme:
-    """Scheme of mxfp4 expert matrices [expert, in, out]; the format has no settings."""
-    return Scheme("mxfp4", 1, {}, _experts, _of_experts)
+    """Quantisation scheme of mxfp4 expert matrices [expert, in, out]; the format has no settings."""
+    return Scheme("mxfp4", 1, {}, _find_mxfp4, _dequantise_mxfp4)
 
 
-def _experts(source: TensorSource) -> dict[str, Packed]:
+def _find_mxfp4(source: TensorSource) -> dict[str, Packed]:
     weights = {}
     for name, entry in source.entries.items():
         weight = name.removesuffix("_blocks")
@@ -100,7 +108,7 @@ def _experts(source: TensorSource) -> dict[str, Packed]:
     return weights
 
 
-def _of_experts(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
+def _dequantise_mxfp4(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
     import torch
 
     pairs = parts["blocks"].long()

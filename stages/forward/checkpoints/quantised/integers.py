@@ -37,10 +37,11 @@ def gptq(config: Mapping[str, Any]) -> Scheme:
     form = require("gptq", config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     if config.get("dynamic"):
         raise ConfigError(
-            f"quantization_config: expected gptq without dynamic settings, found some; {ADVICE}"
+            "quantization_config: expected gptq with the same settings for all modules, found settings per "
+            f"module (dynamic); {ADVICE}"
         )
     # The first format stores zero points minus one, modulo 2^bits.
-    plus = 1 if form == "gptq" else 0
+    zero_offset = 1 if form == "gptq" else 0
 
     def find(source: TensorSource) -> dict[str, Packed]:
         modules = grouped(source, "qweight", ("qzeros", "scales"), ("g_idx",))
@@ -52,14 +53,22 @@ def gptq(config: Mapping[str, Any]) -> Scheme:
 
     def plain(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
         # The stored zero point of the first format wraps around, hence the mask.
-        zeros = (unpacked(parts["qzeros"], bits, 1) + plus) & ((1 << bits) - 1)
-        return _of_groups(unpacked(parts["qweight"], bits, 0), zeros, parts["scales"], parts.get("g_idx"))
+        zeros = (unpacked(parts["qzeros"], bits, 1) + zero_offset) & ((1 << bits) - 1)
+        values = unpacked(parts["qweight"], bits, 0)
+        return _dequantise_groups(values, zeros, parts["scales"], parts.get("g_idx"))
 
     return Scheme("gptq", 1, {"bits": bits, "format": form}, find, plain)
 
 
 def awq(config: Mapping[str, Any]) -> Scheme:
-    """Scheme of AWQ with 4 bits, as packed for its "gemm" kernel. Raises ConfigError for other settings."""
+    """Quantisation scheme of AWQ weights of 4 bits, as packed for the "gemm" kernel.
+
+    Arguments:
+        config: quantization_config of config.json.
+
+    Raises:
+        ConfigError: for other settings.
+    """
     bits = require("awq", config, "bits" if "bits" in config else "w_bit", (4,), None)
     # Other versions pack words in another order.
     require("awq", {"version": str(config.get("version") or "gemm").lower()}, "version", ("gemm",), "gemm")
@@ -74,20 +83,27 @@ def awq(config: Mapping[str, Any]) -> Scheme:
         }
 
     def plain(packed: Packed, parts: Mapping[str, Tensor]) -> Tensor:
-        values, zeros = (_in_order(unpacked(parts[role], bits, 1)) for role in ("qweight", "qzeros"))
-        return _of_groups(values, zeros, parts["scales"], None)
+        values, zeros = (_in_output_order(unpacked(parts[role], bits, 1)) for role in ("qweight", "qzeros"))
+        return _dequantise_groups(values, zeros, parts["scales"], None)
 
     return Scheme("awq", 1, {"bits": bits}, find, plain)
 
 
-def _in_order(values: Tensor) -> Tensor:
-    """Columns unpacked from AWQ words, reordered to the order of outputs."""
+def _in_output_order(values: Tensor) -> Tensor:
+    """Reorder the columns that were unpacked from AWQ words, so that column o is output o."""
     words: Tensor = values.unflatten(1, (-1, 8))
     return words[..., list(AWQ_ORDER)].flatten(1)
 
 
-def _of_groups(values: Tensor, zeros: Tensor, scales: Tensor, group: Tensor | None) -> Tensor:
-    """Dequantise values [in, out] with zeros and scales [group, out] to a weight [out, in]."""
+def _dequantise_groups(values: Tensor, zeros: Tensor, scales: Tensor, group: Tensor | None) -> Tensor:
+    """Dequantise to a weight [out, in].
+
+    Arguments:
+        values: quantised integers [in, out].
+        zeros: zero points [group, out].
+        scales: scales [group, out].
+        group: group of each input, [in]; None for consecutive groups of equal size.
+    """
     import torch
 
     if group is None:

@@ -29,7 +29,7 @@ KEYS = ("quantization_config", "compression_config")
 
 
 def scheme_of(raw: Mapping[str, Any]) -> Scheme | None:
-    """The quantisation scheme of a checkpoint.
+    """Find the quantisation method and settings of a checkpoint in its config.json.
 
     Arguments:
         raw: content of config.json.

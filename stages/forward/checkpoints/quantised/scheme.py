@@ -27,14 +27,14 @@ __all__ = ["Dequantised", "Packed", "Scheme", "grouped", "unpacked"]
 
 @dataclass(frozen=True)
 class Packed:
-    """One quantised weight."""
+    """One quantised weight, and the stored tensors from which it is dequantised."""
 
     shape: tuple[int, ...]
     """Shape of the dequantised weight."""
     parts: Mapping[str, str]
-    """Role -> name of the stored tensor."""
+    """Role of a stored tensor, e.g. "scales" -> its name in the checkpoint."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """Further values that dequantising needs, from its quantisation state."""
+    """Further values that dequantising needs, e.g. the block size; empty for most methods."""
 
 
 @dataclass(frozen=True)
@@ -42,53 +42,61 @@ class Scheme:
     """A quantisation method with its settings."""
 
     name: str
-    """quant_method, as quantization_config spells it."""
+    """Name of the method, e.g. "gptq"."""
     version: int
-    """Version of the dequantised numbers."""
+    """Version of the dequantised numbers; raised when they change."""
     settings: Mapping[str, Any]
-    """Configuration values that change a weight."""
+    """Settings of quantization_config that change a weight."""
     find: Callable[[TensorSource], dict[str, Packed]]
-    """Source -> {name of the dequantised weight: its parts}."""
+    """Function that finds the quantised weights among stored tensors: name of the weight -> its parts."""
     plain: Callable[[Packed, Mapping[str, Tensor]], Tensor]
-    """(weight, tensors by role) -> the weight in float32."""
+    """Function from a quantised weight and its stored tensors by role to the weight in float32."""
 
     @property
     def digest(self) -> str:
-        """Digest of everything but the stored bytes that decides a weight."""
+        """Digest of method, version and settings: with the stored bytes, they decide every weight."""
         return digest("quantised", self.name, self.version, dict(self.settings))
 
 
 @dataclass(frozen=True)
 class Dequantised:
-    """A source of the dequantised weights of another source."""
+    """Tensors of a quantised checkpoint, dequantised to float32 when they are read."""
 
     base: TensorSource
     """The stored tensors."""
     scheme: Scheme
-    """How they are packed."""
+    """The quantisation method, which knows how weights are stored."""
 
     @cached_property
     def packed(self) -> dict[str, Packed]:
-        """Name of each quantised weight -> its parts. Raises WeightsError for missing parts."""
+        """Name of each quantised weight -> the stored tensors that it consists of.
+
+        Raises:
+            WeightsError: for a weight of which a tensor is missing.
+        """
         return self.scheme.find(self.base)
 
     @cached_property
     def entries(self) -> dict[str, TensorEntry]:
-        """See `TensorSource.entries`: dequantised weights in place of their parts."""
+        """Shape and dtype of every dequantised weight and every tensor that is not quantised, by name."""
         parts = {name for packed in self.packed.values() for name in packed.parts.values()}
         entries = {name: entry for name, entry in self.base.entries.items() if name not in parts}
         return entries | {name: TensorEntry(packed.shape, "F32") for name, packed in self.packed.items()}
 
     def mapped(self, name: str) -> Array | None:
-        """See `TensorSource.mapped`."""
+        """A memory-mapped array of a tensor that is not quantised; None for a quantised one."""
         return None if name in self.packed else self.base.mapped(name)
 
     @contextmanager
     def opened(self) -> Iterator[Take]:
-        """See `TensorSource.opened`. Raises WeightsError for parts whose shapes do not fit together."""
+        """Open the files in this block, with a function that reads and dequantises a tensor by name.
+
+        Raises:
+            WeightsError: for a weight whose stored tensors have shapes that do not fit together.
+        """
         with self.base.opened() as take:
 
-            def plain(name: str) -> Tensor:
+            def take_dequantised(name: str) -> Tensor:
                 packed = self.packed.get(name)
                 if packed is None:
                     return take(name)
@@ -103,23 +111,26 @@ class Dequantised:
                 if weight is None or tuple(weight.shape) != packed.shape:
                     shapes = ", ".join(f"{role} {list(part.shape)}" for role, part in parts.items())
                     raise WeightsError(
-                        f"expected parts of {name!r} that fit together as {self.scheme.name} packs them, "
-                        f"found {shapes}{reason}; is config.json of another checkpoint?"
+                        f"expected tensors of the quantised weight {name!r} with shapes that fit together "
+                        f"for {self.scheme.name}, found {shapes}{reason}; fetch weights and config.json of "
+                        "one checkpoint again"
                     )
                 # Dequantising may transpose; readers of weights expect row-major memory.
                 return weight.contiguous()
 
-            yield plain
+            yield take_dequantised
 
 
 def grouped(
     source: TensorSource, mark: str, needed: Sequence[str], optional: Sequence[str] = ()
 ) -> dict[str, dict[str, str]]:
-    """Group tensor names by module, for every module with a tensor named `mark`.
+    """Find the quantised modules of a checkpoint, and group their tensors by role.
+
+    A tensor is named module.role, e.g. "model.layers.0.mlp.up_proj.scales".
 
     Arguments:
         source: the stored tensors.
-        mark: role that identifies a quantised module; a tensor is named module.role.
+        mark: role that only quantised modules have, e.g. "qweight".
         needed: further roles that such a module must have.
         optional: roles that it may have.
 
@@ -127,7 +138,7 @@ def grouped(
         Module -> role -> name of the tensor.
 
     Raises:
-        WeightsError: for a module without one of the needed roles.
+        WeightsError: for a module without a tensor of a needed role.
     """
     names = source.entries
     modules: dict[str, dict[str, str]] = {}
@@ -139,7 +150,7 @@ def grouped(
         present = {role: part for role, part in roles.items() if part in names}
         if missing := [role for role in needed if role not in present]:
             raise WeightsError(
-                f"expected {roles[missing[0]]!r} beside {name!r}, found no such tensor; fetch the "
+                f"expected a tensor {roles[missing[0]]!r} for the quantised {name!r}, found none; fetch the "
                 "checkpoint again"
             )
         modules[module] = present
@@ -147,12 +158,15 @@ def grouped(
 
 
 def unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
-    """Integers of `bits` bits, as int32, unpacked from int32 words along a dimension, lowest bits first.
+    """Unpack small integers from the int32 words of a tensor, lowest bits first.
 
     Arguments:
-        words: int32 tensor of packed integers.
+        words: int32 tensor, each word of which holds 32 / bits integers.
         bits: bits of an integer, a divisor of 32.
         dim: dimension along which integers are packed.
+
+    Returns:
+        The integers as int32; `dim` is 32 / bits times as long.
     """
     import torch
 

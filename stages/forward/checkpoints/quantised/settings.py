@@ -13,10 +13,10 @@ ADVICE = "fetch the model's unquantised checkpoint"
 
 
 def require(method: str, config: Mapping[str, Any], key: str, allowed: Collection[Any], absent: Any) -> Any:
-    """The value of a setting.
+    """Read a setting of quantization_config, and refuse values that mizarr does not implement.
 
     Arguments:
-        method: name of the method, for the message.
+        method: name of the quantisation method, for the message.
         config: quantization_config, or a part of it.
         key: name of the setting.
         allowed: values that are implemented.

@@ -37,13 +37,14 @@ KINDS = ("attn_out", "mlp_out")
 
 
 def with_parts(model: Examined, config: BridgeConfig, calls: Sequence[Call], stack: Stack) -> BridgeConfig:
-    """Add to a configuration the parts of layers that pass all tests.
+    """Copy of a configuration with the parts of each layer (modules whose outputs are added to the stream)
+    that pass all tests.
 
     Arguments:
         model: the model being probed.
-        config: what is known of it so far.
-        calls: calls of a traced pass.
-        stack: layers of that pass.
+        config: structure of the model as far as it has been found.
+        calls: calls of the model's submodules in a traced pass.
+        stack: layers in that pass.
     """
     sums = [_sums_of(calls, stack, layer) for layer in range(config.num_layers)]
     norms = {layer_sums.norms for layer_sums in sums if layer_sums is not None}
@@ -61,8 +62,8 @@ def with_parts(model: Examined, config: BridgeConfig, calls: Sequence[Call], sta
 
 
 def _named(model: Examined, config: BridgeConfig) -> list[tuple[LayerPart, ...]]:
-    """Parts of each layer with their kinds: attn_out mixes positions, mlp_out does not. No parts for a layer
-    whose two parts get the same kind.
+    """Parts of each layer with the kinds of their hook points: "attn_out" for a part that mixes positions,
+    else "mlp_out". A layer whose two parts get the same kind has no parts in the result.
 
     Measured by whether a part's output changes at other positions if one position of the layer's input
     changes. For the second part, the output of the first is held at its original value.
@@ -88,7 +89,9 @@ def _named(model: Examined, config: BridgeConfig) -> list[tuple[LayerPart, ...]]
 
     parts = []
     for layer, layer_points in zip(config.found, points, strict=True):
-        mixing = [is_mixing(point, with_first_held if i else free) for i, point in enumerate(layer_points)]
+        # The second part reads the first one's output, which would carry changes to other positions.
+        passes = [with_first_held if index else free for index in range(len(layer_points))]
+        mixing = [is_mixing(point, passed) for point, passed in zip(layer_points, passes, strict=True)]
         kinds = [KINDS[0] if mixes else KINDS[1] for mixes in mixing]
         named = [replace(part, kind=kind) for part, kind in zip(layer.parts, kinds, strict=True)]
         parts.append(tuple(named) if len(set(kinds)) == len(kinds) else ())
@@ -96,8 +99,14 @@ def _named(model: Examined, config: BridgeConfig) -> list[tuple[LayerPart, ...]]
 
 
 def _validated(model: Examined, config: BridgeConfig, sums: Sequence[PartSums | None]) -> list[bool]:
-    """Whether the parts of each layer sum to its output: unchanged, and with random values in place of either
-    part, and of both."""
+    """For each layer, whether its parts sum to its output: unchanged, and with random values in place of
+    either part, and of both.
+
+    Arguments:
+        model: the model being probed.
+        config: its structure, with the parts to test.
+        sums: parts of each layer in the traced pass; None for a layer without.
+    """
     all_points = [point for layer in range(config.num_layers) for point in _points(config, layer)]
     reading = HookSpec().capture("blocks.*")
     is_valid = [bool(layer.parts) for layer in config.found]
@@ -117,7 +126,16 @@ def _validated(model: Examined, config: BridgeConfig, sums: Sequence[PartSums | 
 def _sums(
     model: Examined, config: BridgeConfig, ids: Tensor, spec: HookSpec, sums: Sequence[PartSums | None]
 ) -> list[bool]:
-    """Whether the parts of each layer sum to its output, or with post-norm to the inputs of its norms."""
+    """For each layer, whether its parts sum to its output, or with post-norm to the inputs of its norms, in
+    one pass.
+
+    Arguments:
+        model: the model being probed.
+        config: its structure, with the parts to test.
+        ids: token ids of the pass, [B, S].
+        spec: captures and interventions of the pass.
+        sums: parts of each layer in the traced pass; None for a layer without.
+    """
     passes = list[Passed]()
 
     def run() -> None:
@@ -145,33 +163,42 @@ def _sums(
 
 
 def _norms_take(inside: Sequence[Call], sums: PartSums, states: Sequence[Tensor], y: Tensor) -> bool:
-    """Whether the calls of a post-norm layer are N1(x + a) and y = N2(N1(x + a) + m); states: x, a and m."""
+    """Whether a post-norm layer computes y = N2(N1(x + a) + m) in a traced pass.
+
+    Arguments:
+        inside: calls of modules within the layer.
+        sums: parts of the layer, and its norms N1 and N2.
+        states: x, a and m, each [B, S, D].
+        y: output of the layer, [B, S, D].
+    """
     x, a, m = states
-    (call1, slot1), (call2, slot2) = sums.through
-    norm1 = [call for call in inside if call.path == call1.path]
-    norm2 = [call for call in inside if call.path == call2.path]
-    if len(norm1) != 1 or len(norm2) != 1 or not norm1[0].made:
+    (norm1, slot1), (norm2, slot2) = sums.through
+    calls1 = [call for call in inside if call.path == norm1.path]
+    calls2 = [call for call in inside if call.path == norm2.path]
+    if len(calls1) != 1 or len(calls2) != 1 or not calls1[0].made:
         return False
-    norm1_input, middle = norm1[0].taken[slot1], next(iter(norm1[0].made.values()))
+    input1, output1 = calls1[0].taken[slot1], next(iter(calls1[0].made.values()))
+    input2, outputs2 = calls2[0].taken[slot2], calls2[0].made.values()
     return (
-        is_close(norm1_input, _in_module_axes(x + a, norm1_input))
-        and is_close(norm2[0].taken[slot2], middle + _in_module_axes(m, middle))
-        and any(torch.equal(result, _in_module_axes(y, result)) for result in norm2[0].made.values())
+        is_close(input1, _in_module_axes(x + a, input1))
+        and is_close(input2, output1 + _in_module_axes(m, output1))
+        and any(torch.equal(output, _in_module_axes(y, output)) for output in outputs2)
     )
 
 
 def _in_module_axes(states: Tensor, like: Tensor) -> Tensor:
-    """States [B, S, D] in the axes of a module's tensor."""
+    """States [B, S, D] with the axes and shape of a module's tensor `like`, in which positions may come
+    first."""
     return (states if states.shape[:2] == like.shape[:2] else states.transpose(0, 1)).reshape(like.shape)
 
 
 def _points(config: BridgeConfig, layer: int) -> list[HookPoint]:
-    """Hook points of the parts of a layer, in order of completion."""
+    """Hook points of the parts of a layer, in the order in which the parts are computed."""
     return [HookPoint(part.kind, layer) for part in config.found[layer].parts]
 
 
 def _with_parts(config: BridgeConfig, parts: Sequence[tuple[LayerPart, ...]]) -> BridgeConfig:
-    """Copy of the configuration whose layers have the given parts, a tuple per layer."""
+    """Copy of the configuration whose layers have these parts; parts: a tuple for each layer."""
     layers = (
         replace(layer, parts=layer_parts) for layer, layer_parts in zip(config.found, parts, strict=True)
     )
@@ -179,14 +206,26 @@ def _with_parts(config: BridgeConfig, parts: Sequence[tuple[LayerPart, ...]]) ->
 
 
 def _sums_of(calls: Sequence[Call], stack: Stack, number: int) -> PartSums | None:
-    """Parts of a layer in the traced pass."""
+    """Parts of one layer in the traced pass, by their sum; None if no sum gives the layer's output.
+
+    Arguments:
+        calls: calls of the model's submodules.
+        stack: layers in that pass.
+        number: number of the layer.
+    """
     layer = stack.calls[number]
     inside = [call for call in calls if layer in call.above]
     return find_sums(inside, layer.taken[stack.taken], layer.made[stack.made])
 
 
 def _parts_of(layer: str, sums: PartSums | None) -> tuple[LayerPart, ...]:
-    """Parts of a layer with preliminary kinds: the first is attn_out until `_named` measures which mixes."""
+    """Parts of a layer with preliminary kinds, "attn_out" for the first, which `_named` replaces by measured
+    ones.
+
+    Arguments:
+        layer: path of the layer's module.
+        sums: parts in the traced pass; None gives no parts.
+    """
     return tuple(
         LayerPart(kind, TensorPlace(call.path.removeprefix(f"{layer}."), slot))
         for kind, (call, slot) in zip(KINDS, () if sums is None else sums.parts, strict=False)

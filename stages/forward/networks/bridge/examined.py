@@ -34,7 +34,7 @@ size or in how a change is made: float32 passes of other shapes differ by 1e-6 t
 
 @dataclass(frozen=True)
 class Passed:
-    """Logits and captured activations of one forward pass."""
+    """Logits and captured activations of one forward pass of a model being probed."""
 
     logits: Tensor
     """[B, S, V]."""
@@ -43,69 +43,76 @@ class Passed:
 
 
 def agree(logits: Tensor, reference: Tensor) -> bool:
-    """Whether results of two passes are equal up to `TOLERANCE`."""
+    """Whether logits of two passes are equal up to rounding, within 1e-4 of the largest one (`TOLERANCE`)."""
     return bool(float((logits - reference).abs().max()) <= TOLERANCE * float(reference.abs().max()))
 
 
 class Examined:
-    """A module and passes through it."""
+    """A transformers model that is being probed, and passes through it."""
 
     tokens: int
-    """Rows of its embedding matrix."""
+    """Number of rows of the model's embedding matrix."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Raises NotBridged if the module has no matrix of token embeddings."""
+        """Raises NotBridged if the model has no matrix of token embeddings. module: a transformers model."""
         self.module = module
         self.config: Any = module.config
-        whole: Any = module
-        table = whole.get_input_embeddings() if hasattr(module, "get_input_embeddings") else None
+        untyped: Any = module
+        table = untyped.get_input_embeddings() if hasattr(module, "get_input_embeddings") else None
         weight = getattr(table, "weight", None)
         if not isinstance(weight, Tensor) or weight.ndim != 2:
-            raise NotBridged("expected one matrix of token embeddings, found none")
+            raise NotBridged(
+                "expected a model whose get_input_embeddings() gives one matrix of token embeddings, found "
+                "none"
+            )
         self.tokens = weight.shape[0]
 
     def ids(self, rows: int, length: int, *, seed: int) -> Tensor:
-        """Random token ids [B, S], the same for equal arguments, without special tokens of the config.
+        """Random token ids [B, S], the same for equal arguments, without the special tokens that the model's
+        config names.
 
         Arguments:
             rows: number of prompts B.
             length: tokens per prompt S.
-            seed: of the random numbers.
+            seed: seed of the random numbers.
         """
-        text = self.config.get_text_config()
-        named = {
+        text_config = self.config.get_text_config()
+        special_ids = {
             value
-            for key, value in text.to_dict().items()
+            for key, value in text_config.to_dict().items()
             if key.endswith("token_id") and isinstance(value, int)
         }
-        declared = getattr(text, "vocab_size", None)
-        most = min(self.tokens, declared) if isinstance(declared, int) else self.tokens
-        usable = torch.tensor([token for token in range(most) if token not in named] or [0])
-        seeded = torch.Generator().manual_seed(seed + 1000 * length)
-        return usable[torch.randint(0, len(usable), (rows, length), generator=seeded)]
+        declared = getattr(text_config, "vocab_size", None)
+        n_tokens = min(self.tokens, declared) if isinstance(declared, int) else self.tokens
+        usable = torch.tensor([token for token in range(n_tokens) if token not in special_ids] or [0])
+        generator = torch.Generator().manual_seed(seed + 1000 * length)
+        return usable[torch.randint(0, len(usable), (rows, length), generator=generator)]
 
     def plain(self, ids: Tensor) -> Tensor:
-        """Logits [B, S, V] of the model without hooks. Raises NotBridged if it fails, or logits are not
-        finite."""
+        """Logits [B, S, V] of the model without hooks, for token ids [B, S]. Raises NotBridged if the model
+        fails, or logits are not finite."""
         try:
             output = self.module(input_ids=ids)
         except Exception as error:
             raise NotBridged(
-                f"expected it to run prompts of {ids.shape[1]} tokens of text alone, found that it cannot "
-                f"({in_one_line(error)})"
+                f"expected a model that runs prompts of {ids.shape[1]} tokens from token ids alone, found "
+                f"one that fails ({in_one_line(error)})"
             ) from error
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor) or logits.ndim != 3 or logits.shape[:2] != ids.shape:
             shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
             raise NotBridged(
-                f"expected logits [prompt, position, token] of prompts {list(ids.shape)}, found {shape}"
+                f"expected logits [prompt, position, token] for prompts of shape {list(ids.shape)}, found "
+                f"{shape}"
             )
         if not bool(torch.isfinite(logits).all()):
-            raise NotBridged(f"expected finite logits, found others in prompts of {ids.shape[1]} tokens")
+            raise NotBridged(
+                f"expected finite logits, found NaN or infinite logits for prompts of {ids.shape[1]} tokens"
+            )
         return logits
 
     def runs(self, length: int) -> bool:
-        """Whether the model can run a prompt of so many tokens."""
+        """Whether the model can run a prompt of this many tokens without an error."""
         try:
             self.module(input_ids=self.ids(1, length, seed=1))
         except Exception:  # noqa: BLE001 - model code may raise anything for too long a prompt
@@ -113,26 +120,28 @@ class Examined:
         return True
 
     def traced(self, ids: Tensor, run: Callable[[], Any]) -> Sequence[Call]:
-        """All calls of submodules during a pass.
+        """All calls of the model's submodules during a pass, with copies of the hidden states that they take
+        and give.
 
         Arguments:
-            ids: token ids of the pass [B, S], whose shape identifies states among tensors.
+            ids: token ids of the pass [B, S]; a tensor whose first axes have these sizes is a hidden state.
             run: runs the pass.
         """
         size = (ids.shape[0], ids.shape[1])
 
         def is_state(value: Tensor) -> bool:
-            fits = tuple(value.shape[:2]) in (size, size[::-1])
-            return value.is_floating_point() and value.ndim >= 3 and fits
+            # Some families have positions before prompts.
+            has_axes = tuple(value.shape[:2]) in (size, size[::-1])
+            return value.is_floating_point() and value.ndim >= 3 and has_axes
 
         calls, _ = traced(self.module, run, is_state)
         return calls
 
     def hooked(self, config: BridgeConfig, ids: Tensor, spec: HookSpec) -> Passed:
-        """A pass through the bridge's network, with captures and interventions.
+        """Logits and captured activations of a pass through the bridge's network, with interventions.
 
         Arguments:
-            config: what is known of the model so far.
+            config: structure of the model as far as it has been found.
             ids: token ids [B, S].
             spec: captures and interventions.
         """
@@ -144,21 +153,20 @@ class Examined:
         return Passed(logits, {capture.point: value for capture, value in captured.items()})
 
     def settings(self) -> dict[str, Any]:
-        """Plain attributes of all modules, settings of the config and summaries of buffers, by name: state
-        that a pass could change and a later pass read."""
-        plain = bool | int | float | str
+        """State that a pass could change and a later pass read, by name: attributes of all modules that are
+        numbers, booleans or strings, settings of the config, and summaries of buffers."""
         settings = {
             f"{path}.{name}": value
             for path, module in self.module.named_modules()
             for name, value in vars(module).items()
-            if isinstance(value, plain)
+            if isinstance(value, bool | int | float | str)
         }
         settings |= {f"config.{key}": str(value) for key, value in self.config.to_dict().items()}
         return settings | {name: _summary(value) for name, value in self.module.named_buffers()}
 
 
 def _summary(buffer: Tensor) -> str:
-    """Shape and sum of a buffer, for comparison."""
+    """Text with the shape and the sum of a buffer, which changes if the buffer does."""
     return f"{list(buffer.shape)} of sum {float(buffer.double().sum()):.17g}"
 
 

@@ -51,22 +51,23 @@ _NEAR = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bf
 
 
 def build(config: BridgeConfig, directory: Path, *, dtype: torch.dtype, device: torch.device) -> Bridged:
-    """Build the network of a checkpoint.
+    """Load a checkpoint with transformers, as a network with hook points.
 
     Arguments:
-        config: result of probing the checkpoint.
+        config: structure of the model, as probing the checkpoint found it.
         directory: folder of the checkpoint.
         dtype: dtype of the computation.
         device: device of the computation.
 
     Raises:
         ConfigError: the installed transformers differs from the version used for probing, or loading fails.
-        WeightsError: see `load_reference`.
+        WeightsError: a weight is missing, has another shape or is not finite.
     """
     if version() != config.transformers:
         raise ConfigError(
-            f"expected transformers {config.transformers}, with which {config.class_name} was looked into, "
-            f"found {version() or 'none'}; start again"
+            f"expected transformers {config.transformers}, with which {config.class_name} was probed, found "
+            f"{version() or 'no installed version'}; load the model again, so that it is probed with this "
+            "version"
         )
     raw = json_object(directory / "config.json", ConfigError)
     module = load_reference(directory, raw, config.class_name, dtype=dtype, device=device)
@@ -98,8 +99,8 @@ class Bridged:
             self._handles.append(module.get_submodule(path).register_forward_hook(self._adding(path)))
 
     def settle(self) -> None:
-        """Run one short pass, as some classes finish their initialisation in their first pass, and the
-        model's digest is of the state after it."""
+        """Run one short pass, because some transformers classes finish their initialisation in their first
+        pass."""
         length = min(2, self.config.context)
         ids = torch.arange(length, device=self.device)[None] % self.config.embedded_tokens
         with torch.no_grad():
@@ -126,7 +127,7 @@ class Bridged:
         except Exception as error:
             raise ConfigError(
                 f"expected {self.config.class_name} to run {ids.shape[0]} prompts of {ids.shape[1]} tokens, "
-                f"found that transformers cannot ({in_one_line(error)}); give it prompts it can read"
+                f"found an error in transformers ({in_one_line(error)}); try shorter prompts, or other tokens"
             ) from error
         finally:
             _PASS.reset(outer)
@@ -140,12 +141,12 @@ class Bridged:
 
     @property
     def dtype(self) -> torch.dtype:
-        """See `Network`."""
+        """Dtype of the computation, which may differ from that of the checkpoint."""
         return self.embedding.dtype
 
     @property
     def device(self) -> torch.device:
-        """See `Network`."""
+        """Device of the weights and of the computation."""
         return self.embedding.device
 
     @property
@@ -168,7 +169,14 @@ class Bridged:
         shares: Shares | None = None,
         starts: Tensor | None = None,
     ) -> Carried:
-        """See `Network`. Without positions, scaled rows of the embedding matrix.
+        """Residual stream that enters the first layer, [B, S, D], by name (`STREAM`).
+
+        Arguments:
+            ids: token ids, int [B, S].
+            positions: their positions, int [S]; None for scaled rows of the embedding matrix without
+                positions.
+            shares: unused.
+            starts: unused.
 
         Raises:
             ConfigError: no positions are given, and the model applies a norm or a map to its embeddings.
@@ -191,27 +199,35 @@ class Bridged:
 
     @cached_property
     def _token_scale(self) -> float:
-        """Factor of embedding rows as they enter the stream, measured: at one position, differences between
-        tokens are the factor times differences of their rows. Raises ConfigError if they are not."""
-        tokens = self.config.embedded_tokens
+        """Factor by which rows of the embedding matrix are multiplied as they enter the stream, measured: at
+        one position, differences between tokens are the factor times differences of their rows. Raises
+        ConfigError if they are not."""
+        n_tokens = self.config.embedded_tokens
         # Ids spread over the vocabulary, but not the lowest: padding has no position in some models.
-        ids = torch.tensor([(k + 1) * tokens // (_TRIED + 1) for k in range(_TRIED)], device=self.device)
+        spread = [(k + 1) * n_tokens // (_TRIED + 1) for k in range(_TRIED)]
+        ids = torch.tensor(spread, device=self.device)
         entering = self.embed(ids[:, None], ids.new_zeros(1))[STREAM][:, 0].double()
         rows = self.embedding[ids].double()
         if entering.shape != rows.shape:
             self._refuse("token embeddings without positions")
-        differences, expected = entering - entering[:1], rows - rows[:1]
-        scale = float((differences * expected).sum() / expected.square().sum())
-        error = (differences - scale * expected).abs().max()
+        # Positions add the same to all tokens, so they cancel in differences.
+        differences, of_rows = entering - entering[:1], rows - rows[:1]
+        scale = float((differences * of_rows).sum() / of_rows.square().sum())  # least squares
+        error = (differences - scale * of_rows).abs().max()
         if not error <= _NEAR[self.dtype] * differences.abs().max():
             self._refuse("token embeddings without positions")
         return scale
 
     def unembed(self, x: Tensor, want: Logits, *, softcap: bool = True) -> Tensor:
-        """Inputs of the LM head [..., D] -> logits [..., tokens]. See `Network.unembed`.
+        """Inputs of the LM head [..., D] -> logits [..., tokens].
+
+        Arguments:
+            x: States after `final_norm`.
+            want: Tokens of the vocabulary whose logits are computed.
+            softcap: Whether to apply the model's soft cap of logits.
 
         Raises:
-            ConfigError: No readout was found.
+            ConfigError: Probing found no final norm and head that give the logits.
         """
         readout, bias = self.config.require_readout(), getattr(self._head(), "bias", None)
         logits = product(x, want.of_tokens(self.unembedding))
@@ -221,52 +237,52 @@ class Bridged:
         return cap * torch.tanh(logits / cap) if softcap and cap is not None else logits
 
     def _head(self) -> nn.Module:
+        """The module of the LM head in transformers."""
         head: nn.Module = self.module.get_output_embeddings()  # type: ignore[operator]
         return head
 
     # -- methods of `Network` on single layers, which raise ConfigError
 
     def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
-        """Not implemented. See `Network.layer`.
-
-        Raises:
-            ConfigError: Always, as transformers runs whole prompts through all layers.
-        """
-        self._refuse("a layer by itself")
+        """Always raises ConfigError, as transformers runs whole prompts through all layers and computes no
+        single layer."""
+        self._refuse("the computation of a single layer")
 
     def gathered(self, carried: Carried, taps: Taps) -> Tensor:
-        """Raises ConfigError, as `layer`."""
-        self._refuse("the end of a pass by itself")
+        """Always raises ConfigError, as transformers runs whole prompts from the embedding to the logits."""
+        self._refuse("the computation of the final norm and logits alone")
 
     def finish(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
-        """Raises ConfigError, as `layer`."""
-        self._refuse("the end of a pass by itself")
+        """Always raises ConfigError, as transformers runs whole prompts from the embedding to the logits."""
+        self._refuse("the computation of the final norm and logits alone")
 
     def norm_gain(self, name: str, layer: int | None, dtype: torch.dtype) -> Tensor:
-        """Not implemented. See `Network.norm_gain`.
-
-        Raises:
-            ConfigError: Always, as norms inside layers are not known.
-        """
+        """Always raises ConfigError, as the norms inside layers of a model behind the bridge are not
+        known."""
         self._refuse("the weights of its norms")
 
     def value_matrix(self, layer: int) -> Tensor:
-        """Raises ConfigError: matrices inside layers are not known."""
+        """Always raises ConfigError, as the matrices inside layers of a model behind the bridge are not
+        known."""
         self._refuse("the matrices of its attention")
 
     def output_matrix(self, layer: int) -> Tensor:
-        """Raises ConfigError, as `value_matrix`."""
+        """Always raises ConfigError, as the matrices inside layers of a model behind the bridge are not
+        known."""
         self._refuse("the matrices of its attention")
 
     def _refuse(self, what: str) -> NoReturn:
+        """Raise ConfigError for something that the bridge does not offer; what: its name, for the message."""
         raise ConfigError(
-            f"expected a model whose layers are computed here, found {self.config.class_name} behind the "
-            f"transformers bridge, which does not give {what}; choose a model of a supported family"
+            f"expected a model that mizarr itself computes, found {self.config.class_name}, which runs in "
+            f"transformers, where {what} cannot be had; choose a family that `mizarr models families` lists"
         )
 
     # -- hooks
 
     def _entering(self, path: str) -> Callable[..., Any]:
+        """Torch pre-hook for the layer at a path: calls the taps on its input, and passes on the changed
+        input."""
         slot = self.config.stream_in
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -275,7 +291,7 @@ class Bridged:
                 return None
             tensors = argument_tensors(args, kwargs)
             if slot not in tensors:
-                _unexpected(f"no stream at {slot!r} of what {path} gets")
+                _unexpected(f"no residual stream at {slot!r} among the arguments of the layer {path}")
             changed = current.enter(path, tensors[slot])
             if changed is tensors[slot]:
                 return None
@@ -286,6 +302,7 @@ class Bridged:
         return hook
 
     def _leaving(self) -> Callable[..., Any]:
+        """Torch hook for a layer: calls the taps on its output, and returns the changed output."""
         slot = self.config.stream_out
 
         def hook(module: nn.Module, args: tuple[Any, ...], made: Any) -> Any:
@@ -295,6 +312,9 @@ class Bridged:
         return hook
 
     def _adding(self, path: str) -> Callable[..., Any]:
+        """Torch hook for a module at a path whose output a layer adds to the stream: calls the taps on its
+        output, and returns the changed output."""
+
         def hook(module: nn.Module, args: tuple[Any, ...], made: Any) -> Any:
             current = self._current_pass()
             part = None if current is None else self._parts.get((current.layer, path))
@@ -306,6 +326,7 @@ class Bridged:
         return hook
 
     def _current_pass(self) -> _Pass | None:
+        """The running pass of this network in this thread; None outside of passes."""
         current = _PASS.get()
         return current if current is not None and current.network is self else None
 
@@ -324,9 +345,10 @@ class _Pass:
     def enter(self, path: str, x: Tensor) -> Tensor:
         """Handle the input x of a layer; returns the value to continue with."""
         self.layer += 1
-        expected = self._found[self.layer].path if self.layer < len(self._found) else "the end"
+        has_more_layers = self.layer < len(self._found)
+        expected = self._found[self.layer].path if has_more_layers else "the end of the layers"
         if path != expected:
-            _unexpected(f"{path} where {expected} comes next")
+            _unexpected(f"a call of the layer {path} instead of {expected}")
         self._met = []
         if self.layer == 0:
             x = self._tap("embed", None, x)
@@ -341,18 +363,28 @@ class _Pass:
         """Handle the output x of the layer; returns the value to continue with."""
         expected = [part.kind for part in self._found[self.layer].parts]
         if sorted(self._met) != sorted(expected):
-            _unexpected(f"{self._met} in layer {self.layer}, which has {expected}")
+            _unexpected(
+                f"outputs {', '.join(self._met) or 'of no module'} added in layer {self.layer} instead of "
+                f"{', '.join(expected) or 'none'}"
+            )
         return self._tap("resid_post", self.layer, x)
 
     def require_ended(self) -> None:
         """Raise ConfigError unless every layer has run."""
         if self.layer + 1 != len(self._found):
-            _unexpected(f"{self.layer + 1} of {len(self._found)} layers")
+            _unexpected(f"calls of {self.layer + 1} of {len(self._found)} layers")
 
     def _tap(self, kind: str, layer: int | None, x: Tensor) -> Tensor:
+        """Value to continue with at a hook point, in the axes of transformers.
+
+        Arguments:
+            kind: kind of the hook point, such as "resid_pre".
+            layer: number of the layer; None outside of layers.
+            x: value there, [B, S, …], or [S, B, …] if the model has positions first.
+        """
         config = self.network.config
         if tuple(x.shape) != self._shape():
-            _unexpected(f"a stream of shape {list(x.shape)} at {kind}")
+            _unexpected(f"a residual stream of shape {list(x.shape)} at the hook point {kind}")
         if not self._taps.touches(layer, kind):
             return x
         stream = (x.transpose(0, 1) if config.position_first else x).flatten(2)
@@ -364,6 +396,7 @@ class _Pass:
         return states.transpose(0, 1) if config.position_first else states
 
     def _shape(self) -> tuple[int, ...]:
+        """Shape of the residual stream in this pass, in the axes of transformers."""
         config, (rows, length) = self.network.config, self._size
         front = (length, rows) if config.position_first else (rows, length)
         return (*front, *config.stream_tail)
@@ -373,17 +406,19 @@ _PASS: ContextVar[_Pass | None] = ContextVar("pass", default=None)
 
 
 def _changed(result: Any, slot: str, change: Callable[[Tensor], Tensor]) -> Any:
-    """A module's result with the tensor at a slot changed; None if it is unchanged."""
+    """A module's result with the tensor at a place changed by the function `change`; None if it is
+    unchanged."""
     try:
         x = at_slot(result, slot)
     except (LookupError, TypeError, ValueError):
-        _unexpected(f"no states at {slot!r} of what a module gives")
+        _unexpected(f"no hidden states at {slot!r} in the result of a module")
     after = change(x)
     return None if after is x else with_slot(result, slot, after)
 
 
-def _unexpected(found: str) -> NoReturn:
+def _unexpected(observation: str) -> NoReturn:
+    """Raise ConfigError for a pass that differs from those in which the model was probed."""
     raise ConfigError(
-        f"expected a pass as it was found when the model was looked into, found {found}; nothing of it can "
-        "be relied on, so leave this model, or give it other prompts"
+        "expected transformers to call the model's layers as when the model was probed, found "
+        f"{observation}; captures of this pass would be wrong, so use other prompts, or another model"
     )

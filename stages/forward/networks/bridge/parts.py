@@ -25,32 +25,34 @@ TOLERANCE = 1e-5
 """Largest difference of equal states, relative to the largest entry: float32 sums in another order differ by
 1e-7."""
 MOST = 64
-"""Largest number of states of a layer that are tried."""
+"""Largest number of hidden states inside a layer that are tried as summands."""
 
 Norms = Literal["before", "of stream"]
 CallSlot = tuple[Call, Slot]
-"""A call, and where the tensor is among its arguments or results."""
+"""A call of a module, and the place of a tensor among its arguments or results."""
 
 
 @dataclass(frozen=True)
 class PartSums:
-    """The modules whose outputs sum up to the change that a layer makes to the stream."""
+    """The modules of a layer (attention, MLP) whose outputs sum up to the change that the layer makes to the
+    residual stream."""
 
     parts: tuple[CallSlot, ...]
-    """Calls with the slots of the outputs that are added, in order of completion."""
+    """Calls of these modules with the places of the outputs that are added, in order of completion."""
     norms: Norms
-    """Whether the sums are the stream, or their norms."""
+    """Whether the sums are themselves the stream ("before": pre-norm), or are normalised ("of stream":
+    post-norm)."""
     through: tuple[CallSlot, ...] = ()
-    """With post-norm, calls of the norms with the slots of their inputs."""
+    """With post-norm, calls of the norms with the places of their inputs; () with pre-norm."""
 
 
 def is_close(state: Tensor, reference: Tensor, scale: Tensor | None = None) -> bool:
-    """Whether two states are equal up to the order of a sum.
+    """Whether two hidden states are equal up to the rounding of sums in another order (`TOLERANCE`).
 
     Arguments:
-        state: a state.
-        reference: another one.
-        scale: tensor whose largest entry the tolerance is relative to; None for `reference`.
+        state: a hidden state.
+        reference: the hidden state that it is compared with; states of other shapes are not close.
+        scale: tensor to whose largest entry the tolerance is relative; None for `reference`.
     """
     if state.shape != reference.shape:
         return False
@@ -74,8 +76,8 @@ def find_sums(inside: Sequence[Call], x: Tensor, y: Tensor) -> PartSums | None:
 
 
 def _states(inside: Sequence[Call], x: Tensor) -> Iterator[tuple[Call, Slot, Tensor]]:
-    """Outputs of calls that could be added: of the stream's shape, neither zero nor the stream itself.
-    Outermost calls come first, so that a module is found before its last submodule."""
+    """(call, place, output) of module outputs that the layer could add to the stream x: of its shape, neither
+    zero nor x itself. Outermost calls come first, so that a module is found before its last submodule."""
     for call in sorted(inside, key=lambda call: (len(call.above), call.ended)):
         for slot, value in call.made.items():
             if value.shape == x.shape and not same(value, x) and float(value.abs().max()) > 0:
@@ -83,13 +85,21 @@ def _states(inside: Sequence[Call], x: Tensor) -> Iterator[tuple[Call, Slot, Ten
 
 
 def _added(states: Sequence[tuple[Call, Slot, Tensor]], x: Tensor, y: Tensor) -> PartSums | None:
-    delta = y - x
-    for one, other in itertools.combinations(states, 2):
-        if _apart(one[0], other[0]) and is_close(one[2] + other[2], delta, y):
-            first, second = sorted((one, other), key=lambda each: each[0].ended)
-            return PartSums((first[:2], second[:2]), "before")
-    for call, slot, value in states:
-        if is_close(value, delta, y):
+    """Two outputs, or else one, that sum to the change y - x of a pre-norm layer; None if there are none.
+
+    Arguments:
+        states: (call, place, output) of the candidates.
+        x: Input of the layer.
+        y: Output of the layer.
+    """
+    change = y - x
+    for (call1, slot1, output1), (call2, slot2, output2) in itertools.combinations(states, 2):
+        is_nested = call1 in call2.above or call2 in call1.above
+        if not is_nested and is_close(output1 + output2, change, y):
+            part1, part2 = (call1, slot1), (call2, slot2)
+            return PartSums((part1, part2) if call1.ended < call2.ended else (part2, part1), "before")
+    for call, slot, output in states:
+        if is_close(output, change, y):
             return PartSums(((call, slot),), "before")
     return None
 
@@ -97,22 +107,24 @@ def _added(states: Sequence[tuple[Call, Slot, Tensor]], x: Tensor, y: Tensor) ->
 def _normed(
     inside: Sequence[Call], states: Sequence[tuple[Call, Slot, Tensor]], x: Tensor, y: Tensor
 ) -> PartSums | None:
-    """Two parts of a post-norm layer: each is added, and the sum is normalised."""
-    takers = [(call, slot, u) for call in inside for slot, u in call.taken.items() if u.shape == x.shape]
-    last = [each for each in takers if any(same(made, y) for made in each[0].made.values())]
-    for first in takers:
-        for one in states:
-            if one[0].ended > first[0].began or not is_close(x + one[2], first[2]):
-                continue
-            for middle in first[0].made.values():
-                for second, other in itertools.product(last, states):
-                    follows = first[0].ended < other[0].began and other[0].ended < second[0].began
-                    if follows and middle.shape == x.shape and is_close(middle + other[2], second[2]):
-                        through = (first[:2], second[:2])
-                        return PartSums((one[:2], other[:2]), "of stream", through)
+    """The two parts a and m of a post-norm layer y = N2(N1(x + a) + m), and its norms; None if there are
+    none.
+
+    Arguments:
+        inside: Calls of modules within the layer, of which two may be the norms.
+        states: (call, place, output) of the candidates for a and m.
+        x: Input of the layer.
+        y: Output of the layer.
+    """
+    inputs = [(call, slot, u) for call in inside for slot, u in call.taken.items() if u.shape == x.shape]
+    ends_with_y = [item for item in inputs if any(same(made, y) for made in item[0].made.values())]
+    for (norm1, slot1, input1), (part1, part1_slot, a) in itertools.product(inputs, states):
+        if part1.ended > norm1.began or not is_close(x + a, input1):
+            continue
+        for middle in norm1.made.values():
+            for (norm2, slot2, input2), (part2, part2_slot, m) in itertools.product(ends_with_y, states):
+                is_in_order = norm1.ended < part2.began and part2.ended < norm2.began
+                if is_in_order and middle.shape == x.shape and is_close(middle + m, input2):
+                    parts = ((part1, part1_slot), (part2, part2_slot))
+                    return PartSums(parts, "of stream", ((norm1, slot1), (norm2, slot2)))
     return None
-
-
-def _apart(a: Call, b: Call) -> bool:
-    """Whether neither call was made within the other."""
-    return a not in b.above and b not in a.above

@@ -51,12 +51,16 @@ UNBOUNDED = 2**31 - 1
 
 
 def probe(directory: Path, raw: Mapping[str, Any], files: Sequence[Path]) -> BridgeConfig:
-    """Probe a checkpoint.
+    """Find the structure of a model that transformers computes, by passes through its checkpoint, and test
+    it.
 
     Arguments:
         directory: folder of the checkpoint.
         raw: contents of its config.json.
-        files: its safetensors files.
+        files: safetensors files of the checkpoint.
+
+    Returns:
+        Architecture of the model, with the hook points that passed the tests.
 
     Raises:
         NotBridged: the model fails a test.
@@ -78,8 +82,8 @@ def probe(directory: Path, raw: Mapping[str, Any], files: Sequence[Path]) -> Bri
             model.plain(model.ids(1, length, seed=11))
             if changed := _changed(settled, model.settings()):
                 raise NotBridged(
-                    f"expected passes that leave the model as it is, found {changed} by one of {length} "
-                    "tokens"
+                    f"expected passes that do not change the model's state, found {changed} by a pass over "
+                    f"{length} tokens"
                 )
         if changed := _changed(fresh, settled):
             _require_settled(model, load(), config.context, changed)
@@ -89,13 +93,22 @@ def probe(directory: Path, raw: Mapping[str, Any], files: Sequence[Path]) -> Bri
 def _found(
     model: Examined, raw: Mapping[str, Any], name: str, is_causal: bool, files: Sequence[Path]
 ) -> BridgeConfig:
-    """Find the structure of a model and test it."""
+    """Structure of a model, found in a traced pass and tested.
+
+    Arguments:
+        model: the model being probed.
+        raw: contents of its config.json.
+        name: name of its class in transformers.
+        is_causal: whether transformers lists the class as a causal language model.
+        files: safetensors files of the checkpoint.
+    """
     context = _context(model)
     ids = model.ids(ROWS, min(LENGTH, context), seed=0)
     logits = model.plain(ids)
     if model.tokens < logits.shape[-1]:
         raise NotBridged(
-            f"expected an embedding of every token, found {model.tokens} and logits of {logits.shape[-1]}"
+            f"expected an embedding for each of the {logits.shape[-1]} tokens that have logits, found "
+            f"{model.tokens} embeddings"
         )
     calls = model.traced(ids, lambda: model.plain(ids))
     stack = find_stack(model.module, calls)
@@ -116,7 +129,7 @@ def _found(
         norms="before",
         found=tuple(FoundLayer(call.path) for call in stack.calls),
         remarks=tuple(
-            f"{path} is a stack of layers, too; those of {stack.path} alone have hook points"
+            f"{path} is a list of layers, too; only the layers in {stack.path} have hook points"
             for path in stack.others
         ),
     )
@@ -124,7 +137,10 @@ def _found(
     _require_stream(model, config)
     _require_reached(model, config)
     if _reads_beside(model, config):
-        remark = "layers read something of the prompt beside the stream: its last state is not all there is"
+        remark = (
+            "layers also read something else of the prompt than the residual stream, so replacing the stream "
+            "of the last layer does not give the other prompt's logits"
+        )
         config = replace(config, remarks=(*config.remarks, remark))
     config = with_parts(model, config, calls, stack)
     if config.position_first or len(config.stream_tail) > 1:
@@ -133,9 +149,10 @@ def _found(
 
 
 def _context(model: Examined) -> int:
-    """Context length in tokens: the declared one or, if that is short, the longest that runs."""
-    text = model.config.get_text_config()
-    settings = [getattr(text, key, None) for key in CONTEXT_KEYS]
+    """Context length in tokens: the length that the config declares or, if prompts of that length fail, the
+    largest length that runs."""
+    text_config = model.config.get_text_config()
+    settings = [getattr(text_config, key, None) for key in CONTEXT_KEYS]
     declared = next((value for value in settings if isinstance(value, int) and value > 0), UNBOUNDED)
     if declared > LONGEST or model.runs(declared):
         return declared
@@ -165,11 +182,15 @@ def _require_repeats(model: Examined, config: BridgeConfig) -> None:
     for length, logits in reversed(list(zip(lengths, before, strict=True))):
         if not torch.equal(model.plain(model.ids(1, length, seed=4)), logits):
             raise NotBridged(
-                f"expected a pass to repeat, found other logits of the same {length} tokens the next time"
+                f"expected two passes over the same {length} tokens to give the same logits, found different "
+                "logits"
             )
     rows = model.ids(3, lengths[-1], seed=5)
     if not agree(model.plain(rows), torch.cat([model.plain(row[None]) for row in rows])):
-        raise NotBridged("expected prompts to give the same in any company, found that they do not")
+        raise NotBridged(
+            "expected a prompt to have the same logits in a batch as alone, found that they depend on the "
+            "other prompts of the batch"
+        )
 
 
 def _require_stream(model: Examined, config: BridgeConfig) -> None:
@@ -181,15 +202,15 @@ def _require_stream(model: Examined, config: BridgeConfig) -> None:
         passed = model.hooked(config, ids, reading)
         if not torch.equal(passed.logits, model.plain(ids)):
             raise NotBridged(
-                "expected the same logits with capturing hooks as without, found others in prompts of "
-                f"{length} tokens"
+                "expected the same logits with hooks that only capture as without hooks, found different "
+                f"logits of prompts of {length} tokens"
             )
         for layer in range(config.num_layers - 1):
-            left, entered = HookPoint.resid_post(layer), HookPoint.resid_pre(layer + 1)
-            if not torch.equal(passed.at[left], passed.at[entered]):
+            output, next_input = HookPoint.resid_post(layer), HookPoint.resid_pre(layer + 1)
+            if not torch.equal(passed.at[output], passed.at[next_input]):
                 raise NotBridged(
-                    f"expected layer {layer + 1} to take what layer {layer} gives, found other states in "
-                    f"prompts of {length} tokens"
+                    f"expected the output of layer {layer} to be the input of layer {layer + 1}, found "
+                    f"different states in prompts of {length} tokens"
                 )
 
 
@@ -209,11 +230,14 @@ def _require_reached(model: Examined, config: BridgeConfig) -> None:
         before = HookSpec().intervene(HookPoint.resid_pre(layer + 1), push)
         if not agree(after, model.hooked(config, ids, before).logits):
             raise NotBridged(
-                f"expected layer {layer + 1} alone to read what layer {layer} gives, found that something "
-                "else reads it, too"
+                f"expected only layer {layer + 1} to read the output of layer {layer}, found that another "
+                "module reads it, too"
             )
     if not moved:
-        raise NotBridged("expected changes of the stream to reach the logits, found that none does")
+        raise NotBridged(
+            "expected the logits to depend on the outputs of the layers, found that changing them changes no "
+            "logit"
+        )
 
 
 def _reads_beside(model: Examined, config: BridgeConfig) -> bool:
@@ -227,9 +251,10 @@ def _reads_beside(model: Examined, config: BridgeConfig) -> bool:
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """The first setting that passes have changed, in words; empty for none."""
+    """Text about the first setting (`Examined.settings`) that passes have changed; "" if they changed
+    none."""
     changed = [name for name in before if name in after and before[name] != after[name]]
-    return "".join(f"{name} set from {before[name]!r} to {after[name]!r}" for name in changed[:1])
+    return "".join(f"{name} changed from {before[name]!r} to {after[name]!r}" for name in changed[:1])
 
 
 def _require_settled(model: Examined, fresh: Examined, context: int, changed: str) -> None:
@@ -238,27 +263,30 @@ def _require_settled(model: Examined, fresh: Examined, context: int, changed: st
     ids = model.ids(1, min(context, LONGEST), seed=12)
     if not agree(fresh.plain(ids), model.plain(ids)):
         raise NotBridged(
-            f"expected passes that leave the model as it is, found {changed} by a short prompt, after which "
-            f"one of {ids.shape[1]} tokens gives something else"
+            f"expected passes that do not change the model's state, found {changed} by a short prompt, after "
+            f"which a prompt of {ids.shape[1]} tokens has different logits"
         )
 
 
 def _missing(config: BridgeConfig) -> list[str]:
-    """Limitations of the probed model, one line each."""
-    lines = ["inside of layers nothing is offered: no heads, patterns, neurons or states"]
+    """Features that the probed model lacks behind the bridge, one line of text each."""
+    lines = ["no hook points inside of layers: no heads, patterns, neurons or states"]
     without = [number for number, layer in enumerate(config.found) if not layer.parts]
     if without:
         layers = (
             "any layer" if len(without) == config.num_layers else f"layers {', '.join(map(str, without))}"
         )
-        lines.append(f"no attn_out and mlp_out of {layers}: nothing was found that adds up to the stream")
+        lines.append(
+            f"no hook points attn_out and mlp_out in {layers}: no module outputs add up to its change of the "
+            "stream"
+        )
     if config.norms == "of stream":
-        lines.append("layers norm the stream itself, which is then no sum of what was added")
+        lines.append("layers normalise the residual stream itself, so it is no sum of their outputs")
     if config.readout is None:
-        lines.append("no logit lens: the logits are no final norm and head of the last stream")
+        lines.append("no logit lens: no final norm and head give the logits from the last layer")
     if len(config.stream_tail) > 1:
         sizes = " x ".join(map(str, config.stream_tail))
-        lines.append(f"the stream is {sizes} numbers at each position, which are hidden side by side")
+        lines.append(f"the stream has {sizes} numbers at each position, side by side on the axis hidden")
     if not config.next_token:
-        lines.append("no generation: logits are not of the next token")
+        lines.append("no text generation: the logits at a position do not predict the next token")
     return lines

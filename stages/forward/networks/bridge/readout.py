@@ -21,20 +21,20 @@ from .....store.exchange.tensors import FLOATS, mapped_tensor, read_header
 from ...architectures.bridge.found import FoundReadout
 from ..norms import apply_norm
 from ..weights import NormWeights
+from .examined import agree
 from .parts import is_close
 from .trace import Call, same
 
 __all__ = ["find_readout"]
 
 KINDS: tuple[Literal["rms", "gemma_rms", "layer"], ...] = ("layer", "rms", "gemma_rms")
-LOGITS = 1e-4
-"""Largest difference of logits, relative to the largest logit. Sums over the hidden size are long."""
 
 
 def find_readout(
     module: nn.Module, calls: Sequence[Call], last: Tensor, logits: Tensor, files: Sequence[Path]
 ) -> FoundReadout | None:
-    """Find the readout of a model; None if its logits are computed in another way.
+    """Final norm and LM head of a model, if they give its logits from the output of the last layer; None if
+    the logits are computed in another way.
 
     Arguments:
         module: the model.
@@ -43,8 +43,8 @@ def find_readout(
         logits: logits of that pass, [B, S, V].
         files: safetensors files of the checkpoint.
     """
-    whole: Any = module
-    head = whole.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    untyped: Any = module
+    head = untyped.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     if not isinstance(head, nn.Linear) or head.weight.shape != (logits.shape[-1], last.shape[-1]):
         return None
     for path, kind, eps, weights in _norms(module, calls, last):
@@ -53,14 +53,14 @@ def find_readout(
         if cap_and_scale is None:
             continue
         cap, scale = cap_and_scale
-        parameters = {id(value): name for name, value in module.named_parameters(remove_duplicate=False)}
-        named = [
-            "" if value is None else _in_files(parameters[id(value)], value, files)
+        names = {id(value): name for name, value in module.named_parameters(remove_duplicate=False)}
+        tensor_names = [
+            "" if value is None else _name_in_files(names[id(value)], value, files)
             for value in (weights.weight, head.weight, weights.bias, head.bias)
         ]
-        if None in named:
+        if None in tensor_names:
             return None
-        norm, unembed, norm_bias, head_bias = map(str, named)
+        norm, unembed, norm_bias, head_bias = map(str, tensor_names)
         return FoundReadout(path, kind, eps, norm, unembed, norm_bias, head_bias, cap, scale)
     return None
 
@@ -68,7 +68,8 @@ def find_readout(
 def _norms(
     module: nn.Module, calls: Sequence[Call], last: Tensor
 ) -> Iterator[tuple[str, Literal["rms", "gemma_rms", "layer"], float, NormWeights]]:
-    """(path, kind, eps, weights) of modules that take the last stream and compute a norm of a known kind."""
+    """(path, kind, epsilon, weights) of each module that takes the output of the last layer and computes a
+    norm of a known kind; arguments as in `find_readout`."""
     for call in calls:
         if not any(same(value, last) for value in call.taken.values()):
             continue
@@ -86,46 +87,49 @@ def _norms(
 
 
 def _cap_and_scale(products: Tensor, logits: Tensor, module: nn.Module) -> tuple[float | None, float] | None:
-    """(soft cap, scale) that turn the head's products into the model's logits; None if none do."""
+    """(soft cap or None, scale) that turn the head's products into the model's logits, both [B, S, V]; None
+    if no cap and no scale do."""
     config: Any = module.config
     cap = getattr(config.get_text_config(), "final_logit_softcapping", None)
-    if cap and _agree(cap * torch.tanh(products / cap), logits):
+    if cap and agree(cap * torch.tanh(products / cap), logits):
         return float(cap), 1.0
-    if _agree(products, logits):
+    if agree(products, logits):
         return None, 1.0
     # Least-squares fit of one factor.
     scale = float((products * logits).double().sum() / products.double().square().sum())
-    return (None, scale) if _agree(products * scale, logits) else None
+    return (None, scale) if agree(products * scale, logits) else None
 
 
-def _agree(computed: Tensor, logits: Tensor) -> bool:
-    return bool(float((computed - logits).abs().max()) <= LOGITS * float(logits.abs().max()))
-
-
-def _in_files(name: str, value: Tensor, files: Sequence[Path]) -> str | None:
-    """Name of a parameter's tensor in the checkpoint, with equal numbers; None if there is none.
+def _name_in_files(name: str, value: Tensor, files: Sequence[Path]) -> str | None:
+    """Name of the checkpoint tensor that holds a parameter's numbers; None if no tensor does.
 
     Names can differ: a base model's tensors lack a prefix or have one more, and a tied head is stored as the
     embedding.
+
+    Arguments:
+        name: Name of the parameter in the model.
+        value: The parameter.
+        files: Safetensors files of the checkpoint.
     """
     candidates = []
     for path in files:
         header, start = read_header(path)
-        for stored, entry in header.items():
+        for tensor_name, entry in header.items():
             if tuple(entry["shape"]) == tuple(value.shape) and entry["dtype"] in FLOATS:
-                candidates.append((_shared_end(stored, name), stored, path, entry, start))
+                candidates.append((_shared_end(tensor_name, name), tensor_name, path, entry, start))
     # Best matching names first. Only matrices may have unrelated names: norms of several layers may be equal.
-    for ending, stored, path, entry, start in sorted(candidates, key=lambda item: (-item[0], item[1])):
-        if ending < 2 and value.ndim < 2:
+    by_match = sorted(candidates, key=lambda candidate: (-candidate[0], candidate[1]))
+    for n_shared_parts, tensor_name, path, entry, start in by_match:
+        if n_shared_parts < 2 and value.ndim < 2:
             return None
-        numbers = torch.from_numpy(mapped_tensor(path, entry, start, stored).astype("float32"))
+        numbers = torch.from_numpy(mapped_tensor(path, entry, start, tensor_name).astype("float32"))
         if torch.equal(numbers, value.float().cpu()):
-            return stored
+            return tensor_name
     return None
 
 
 def _shared_end(a: str, b: str) -> int:
-    """Number of equal parts at the ends of two dotted names."""
+    """Number of equal parts at the ends of two dotted names: 2 for "a.norm.weight" and "b.norm.weight"."""
     count = 0
     for part_a, part_b in zip(reversed(a.split(".")), reversed(b.split(".")), strict=False):
         if part_a != part_b:

@@ -43,7 +43,7 @@ def witness() -> str | None:
 
 
 def chosen_class(raw: Mapping[str, Any]) -> tuple[str, bool]:
-    """(name of the transformers class for a checkpoint, whether it is a causal language model).
+    """Name of the transformers class that runs a checkpoint, and whether it is a causal language model.
 
     That is the class in `architectures` of config.json if it is a language model of this model_type, or the
     text model of one; else the causal class, unless the type has a masked class and `is_decoder` is not set.
@@ -56,17 +56,20 @@ def chosen_class(raw: Mapping[str, Any]) -> tuple[str, bool]:
     """
     auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
     model_type = str(raw.get("model_type"))
-    causals, maskeds = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    causal, masked = causals.get(model_type), maskeds.get(model_type)
-    named = raw.get("architectures")
-    class_name = str(named[0]) if isinstance(named, list) and named else ""
+    # Both tables: model_type -> name of a class.
+    causal_classes = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    masked_classes = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    causal, masked = causal_classes.get(model_type), masked_classes.get(model_type)
+    architectures = raw.get("architectures")
+    class_name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     if causal is None and masked is None:
-        listed = {**dict.fromkeys(maskeds.values(), False), **dict.fromkeys(causals.values(), True)}
-        if class_name in listed and _config_type(class_name) == model_type:
-            return class_name, listed[class_name]
+        is_causal = dict.fromkeys(masked_classes.values(), False)
+        is_causal |= dict.fromkeys(causal_classes.values(), True)
+        if class_name in is_causal and _config_type(class_name) == model_type:
+            return class_name, is_causal[class_name]
         raise ConfigError(
             f"expected a model_type that {witness()} lists as a causal or masked language model, found "
-            f"{model_type!r}; the bridge runs no other"
+            f"{model_type!r}; choose a model of such a type"
         )
     if causal is not None and class_name == causal:
         return causal, True
@@ -78,12 +81,12 @@ def chosen_class(raw: Mapping[str, Any]) -> tuple[str, bool]:
 def load_reference(
     directory: Path, raw: Mapping[str, Any], class_name: str, *, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """Load a model in evaluation mode, without key-value cache.
+    """Load a model with transformers, in evaluation mode and without key-value cache.
 
     Arguments:
         directory: folder of the checkpoint.
         raw: contents of its config.json.
-        class_name: transformers class.
+        class_name: name of the transformers class.
         dtype: dtype of the weights.
         device: device of the weights.
 
@@ -111,8 +114,8 @@ def load_reference(
             )
     except Exception as error:
         raise ConfigError(
-            f"expected {witness()} to load {class_name} from {directory}, found that it cannot "
-            f"({in_one_line(error)})"
+            f"expected {witness()} to load the model class {class_name} from {directory}, found an error "
+            f"({in_one_line(error)}); check the folder, or install the version of transformers that wrote it"
         ) from error
     _require_whole(loading_info, class_name)
     for config in (module.config, module.config.get_text_config()):
@@ -121,8 +124,8 @@ def load_reference(
     for name, weight in module.named_parameters():
         if not is_finite(weight):
             raise WeightsError(
-                f"expected finite weights, found NaN or infinite values in {name!r}; the checkpoint is "
-                "damaged, fetch it again"
+                f"expected finite weights, found NaN or infinite values in the tensor {name!r}; the "
+                "checkpoint is damaged, so fetch it again"
             )
     loaded: nn.Module = module
     return loaded
@@ -135,7 +138,7 @@ def in_one_line(error: BaseException) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context without progress bars and warnings of transformers."""
+    """Context in which transformers shows no progress bars and no warnings."""
     import warnings
 
     logging: Any = importlib.import_module("transformers.utils.logging")
@@ -161,7 +164,7 @@ def quiet() -> Iterator[None]:
 
 
 def _config_type(class_name: str) -> str | None:
-    """model_type of the config class of a transformers class."""
+    """model_type of the configuration that a transformers class takes; None if the class has none."""
     model_class = getattr(importlib.import_module("transformers"), class_name, None)
     model_type: str | None = getattr(getattr(model_class, "config_class", None), "model_type", None)
     return model_type
@@ -172,8 +175,8 @@ def _require_plain(directory: Path, raw: Mapping[str, Any]) -> None:
     for key in _QUANTIZED:
         if raw.get(key) is not None:
             raise ConfigError(
-                f"expected unquantised weights, found {key} in config.json; fetch the model's unquantised "
-                "checkpoint"
+                f"expected unquantised weights for backend='transformers', found {key} in config.json; fetch "
+                "the model's unquantised checkpoint"
             )
     if (directory / "adapter_config.json").is_file():
         raise ConfigError(
@@ -190,7 +193,7 @@ def _require_whole(loading_info: Mapping[str, Any], class_name: str) -> None:
         if names:
             more = f" (and {len(names) - 1} more)" if names[1:] else ""
             raise WeightsError(
-                f"expected every weight of {class_name} in the checkpoint, found {problem} {names[0]!r}"
-                f"{more}, which would be drawn at random; name the class it was saved from in config.json's "
-                "architectures, or fetch it again"
+                f"expected the checkpoint to hold every weight of {class_name}, found {problem} "
+                f"{names[0]!r}{more}, which transformers would draw at random; write the class that the "
+                "checkpoint was saved from into `architectures` of config.json, or fetch the checkpoint again"
             )

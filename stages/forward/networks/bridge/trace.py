@@ -27,7 +27,7 @@ is the whole result."""
 
 @dataclass
 class Call:
-    """One call of a module during a pass."""
+    """One call of a module during a traced pass, with copies of the hidden states that it took and gave."""
 
     path: str
     """Dotted path of the module."""
@@ -44,7 +44,8 @@ class Call:
 
 
 def tensors_in(values: Any) -> Iterator[tuple[Slot, Tensor]]:
-    """(slot, tensor) for the tensors at the top level of arguments or results."""
+    """(place, tensor) of each tensor at the top level of a module's arguments or results: a tensor, a
+    mapping, a tuple or a list."""
     if isinstance(values, Tensor):
         yield "", values
     elif isinstance(values, Mapping):
@@ -54,12 +55,13 @@ def tensors_in(values: Any) -> Iterator[tuple[Slot, Tensor]]:
 
 
 def argument_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Slot, Tensor]:
-    """Tensors among the arguments of a call, by slot."""
+    """Place -> tensor, for the tensors among the positional and keyword arguments of a call."""
     return {**dict(tensors_in(args)), **dict(tensors_in(kwargs))}
 
 
 def at_slot(result: Any, slot: Slot) -> Tensor:
-    """The tensor at a slot of a module's result. Raises LookupError or TypeError if there is none."""
+    """The tensor at a place ("0", "hidden_states", or "" for the whole) of a module's result. Raises
+    LookupError or TypeError if there is none."""
     if slot == "":
         value = result
     else:
@@ -70,7 +72,8 @@ def at_slot(result: Any, slot: Slot) -> Tensor:
 
 
 def with_slot(result: Any, slot: Slot, value: Tensor) -> Any:
-    """Replace the tensor at a slot of a module's arguments or result; mappings are changed in place."""
+    """A module's arguments or result with the tensor at a place replaced; tuples and lists are copied,
+    mappings are changed in place."""
     if slot == "":
         return value
     if isinstance(result, Mapping):
@@ -101,6 +104,8 @@ def traced(
 
 @contextmanager
 def _watched(module: nn.Module, calls: list[Call], is_state: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Context in which every call of a submodule is appended to `calls`, by hooks that are removed at the
+    end."""
     clock, handles = itertools.count(), list[RemovableHandle]()
     running: list[Call] = []
 
@@ -131,5 +136,5 @@ def _watched(module: nn.Module, calls: list[Call], is_state: Callable[[Tensor], 
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Whether two states are equal to the bit, so that nothing was computed between them."""
+    """Whether two hidden states are equal to the bit, so that nothing was computed between them."""
     return a.shape == b.shape and torch.equal(a, b)

@@ -24,7 +24,8 @@ _IS_BESIDE: ContextVar[bool] = ContextVar("is_beside_others", default=False)
 
 @contextmanager
 def beside_others() -> Iterator[None]:
-    """Context in which the number of rows changes no bit of the results."""
+    """Context in which the bits of a run's results do not depend on how many other rows are computed with
+    it."""
     before = _IS_BESIDE.set(True)
     try:
         yield
@@ -33,5 +34,5 @@ def beside_others() -> Iterator[None]:
 
 
 def is_beside_others() -> bool:
-    """Whether the caller runs within `beside_others`."""
+    """Whether the caller runs in a pass in which unrelated runs share tensors (within `beside_others`)."""
     return _IS_BESIDE.get()

@@ -26,35 +26,39 @@ from half as many."""
 
 
 def evenly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x) for an elementwise function, with bits that depend on each element alone.
+    """function(x) of an elementwise function, so that the bits of a result depend on its element alone and
+    not on its place in the tensor.
 
     Arguments:
         function: an elementwise function.
-        x: values of any shape. Under autograd and on GPUs, whose kernels have no such remainder, the function
-            is called directly.
+        x: values of any shape. Under autograd and on GPUs, which compute all elements alike, the function is
+            called directly.
     """
     if x.device.type != "cpu" or is_recorded(x):
         return function(x)
     if not x.is_contiguous() and x.shape[-1] % _STEP:
         x = x.contiguous()
-    even = _even_part(x.numel())
-    if even == x.numel():
+    n_even = _largest_even_size(x.numel())
+    if n_even == x.numel():
         return function(x)
     flat = x.flatten()
-    remainder = flat[even:]
-    end = function(F.pad(remainder, (0, -len(remainder) % _STEP)))[: len(remainder)]
-    return (torch.cat([function(flat[:even]), end]) if even else end).view(x.shape)
+    remainder = flat[n_even:]
+    padded = F.pad(remainder, (0, -len(remainder) % _STEP))
+    end = function(padded)[: len(remainder)]
+    return (torch.cat([function(flat[:n_even]), end]) if n_even else end).view(x.shape)
 
 
-def _even_part(count: int) -> int:
-    """Largest number of elements, at most `count`, that threads share without a remainder."""
-    while (excess := count % _unit(count)) != 0:
+def _largest_even_size(count: int) -> int:
+    """Largest number of elements, at most `count`, that torch's threads share without a remainder of a
+    vector."""
+    while (excess := count % _even_multiple(count)) != 0:
         count -= excess
     return count
 
 
-def _unit(count: int) -> int:
-    """Number of which a tensor's size must be a multiple so that no thread's part has a remainder."""
+def _even_multiple(count: int) -> int:
+    """Number of which a tensor's size, about `count` elements, must be a multiple so that no thread's part
+    has a remainder of a vector."""
     if count <= _SMALLER_GRAIN:
         return _STEP
     threads = torch.get_num_threads()

@@ -33,28 +33,29 @@ from .company import is_beside_others
 from .tuning import is_tuned, processor_maker
 
 _LARGE = 1 << 26
-"""Multiplications per prompt from which oneDNN's compilation pays off."""
+"""Number of multiplications per prompt from which oneDNN saves more time than its compilation takes."""
 _ROWS, _COLUMNS = 4, 16
-"""Rows and columns of MKL's blocks."""
+"""Numbers of rows and columns in a block of MKL's matrix product."""
 _ALIGNED = 4
-"""Row lengths are padded to a multiple of this for few columns: that kernel's order of summation depends on
-the memory alignment of a row."""
+"""In products with fewer than 16 columns, rows are padded to a multiple of this length: that kernel's order
+of summation depends on the memory alignment of a row."""
 _SPLIT = 1 << 11
-"""Rows and columns from which even 192 threads get whole blocks: measured, 400 and 1,052."""
+"""Number of rows or columns from which even 192 threads get whole blocks: measured, 400 rows and 1,052
+columns."""
 _FEW = 16
-"""Fewer rows than these take as long, because reading the weights takes the time."""
+"""Products of fewer rows than this take as long as this many, because reading the weights takes the time."""
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Linear map x weight^T + bias.
 
     Arguments:
-        x: [..., in].
-        weight: [out, in].
-        bias: [out] or None.
+        x: values [..., in].
+        weight: matrix [out, in].
+        bias: vector [out]; None for no bias.
 
     Returns:
-        [..., out]. Under autograd torch's own product is used, as oneDNN's operator has no gradient.
+        Product [..., out]. Under autograd torch's own product is used, as oneDNN's operator has no gradient.
     """
     if _wants_onednn(x, weight) and (onednn := _onednn()) is not None:
         out: Tensor = onednn(x, weight, bias, "none", [], "")
@@ -85,17 +86,20 @@ def batched_product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _to_whole(count: int, block: int) -> int:
-    """Padding to whole blocks, for sizes at which a thread may get a partial block; else 0."""
+    """How many rows or columns to add to `count` for whole blocks, if a thread may get a partial block; else
+    0."""
     return -count % block if _COLUMNS < count < _SPLIT else 0
 
 
 def _is_chosen_by_size(x: Tensor) -> bool:
-    """Whether sizes and the number of threads decide the kernel, and with it the order of summation."""
+    """Whether a library would choose the kernel of a product of x, and with it the order of summation, by the
+    sizes and the number of threads: float32 on a CPU, without gradients."""
     return x.device.type == "cpu" and x.dtype == torch.float32 and not torch.is_grad_enabled()
 
 
 def _in_full_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`product` with zero padding to whole blocks of rows and columns, and to aligned rows.
+    """Linear map x weight^T + bias, [..., out], computed with zero padding to whole blocks of rows and
+    columns, and to aligned rows.
 
     With some numbers of threads, one would get a partial block, which another kernel sums in another order.
     The padding depends on the sizes alone, so that results are equal for all numbers of threads.
@@ -116,6 +120,8 @@ def _in_full_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _wants_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN is used for x weight^T where it is available: in large products of a power of two of
+    rows."""
     if not _is_chosen_by_size(x) or weight.dtype != torch.float32:
         return False
     if x.dim() < 3 or is_beside_others():  # rows of several prompts, whose number depends on the batch

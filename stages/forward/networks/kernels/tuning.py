@@ -29,15 +29,20 @@ _STRICT = "AUTO,STRICT"
 
 
 def is_tuned() -> bool:
-    """True unless MIZARR_TUNING is "off"; ConfigError for anything but "on" and "off"."""
+    """Whether mizarr may tune torch to the machine: True unless the environment variable MIZARR_TUNING is
+    "off"; ConfigError if it is neither "on" nor "off"."""
     setting = os.environ.get(VARIABLE) or "on"
     if setting not in ("on", "off"):
-        raise ConfigError(f"expected {VARIABLE} to be 'on' or 'off', found {setting!r}")
+        raise ConfigError(
+            f"expected the environment variable {VARIABLE} to be 'on' or 'off', found {setting!r}; set it to "
+            "one of these, or unset it for 'on'"
+        )
     return setting == "on"
 
 
 def tuning() -> dict[str, str]:
-    """The setting, as it is recorded in provenance."""
+    """The setting MIZARR_TUNING, as it is recorded in the provenance of a result: {"tuning": "on" or
+    "off"}."""
     return {"tuning": "on" if is_tuned() else "off"}
 
 

@@ -1,1 +1,1 @@
-"""Mixers and channel mixers of hybrids: one file for each, over a shape (architectures/mixers.py)."""
+"""Mixers and channel mixers of hybrids: one file for each, over a spec (architectures/mixers.py)."""

@@ -28,20 +28,20 @@ _GATES = "gate_of_heads"
 
 
 class SelfAttention:
-    """Grouped-query attention of one layer (`PositionMixer`), with or without gates of the heads' outputs."""
+    """Grouped-query self-attention of one layer, with or without gates of the heads' outputs."""
 
-    def __init__(self, shape: AttentionSpec, tensors: LayerTensors) -> None:
-        tensors = _with_gates(tensors, shape) if shape.is_gated else tensors
-        parts = parts_of(_separated(tensors, shape))
+    def __init__(self, spec: AttentionSpec, tensors: LayerTensors) -> None:
+        tensors = _with_gates(tensors, spec) if spec.is_gated else tensors
+        parts = parts_of(_separated(tensors, spec))
         names = {field.name for field in fields(AttentionWeights)}
-        if shape.rope is not None and shape.has_stored_frequencies:
-            shape = replace(shape, rope=replace(shape.rope, frequencies=tensors["frequencies"]))
+        if spec.rope is not None and spec.has_stored_frequencies:
+            spec = replace(spec, rope=replace(spec.rope, frequencies=tensors["frequencies"]))
         self.weights = AttentionWeights(
             **{name: part for name, part in parts.items() if name in names},
             rise_gain=tensors.get("rise.gain"),
         )
-        relative = None if shape.relative is None else Relative(shape, self.weights, tensors)
-        self.shape, self._mixer = shape, replace(shape.summary, sinks=tensors.get("sinks"), relative=relative)
+        relative = None if spec.relative is None else Relative(spec, self.weights, tensors)
+        self.spec, self._mixer = spec, replace(spec.summary, sinks=tensors.get("sinks"), relative=relative)
         self._gate, self._gate_bias = tensors.get(_GATES), tensors.get(f"{_GATES}.bias")
 
     def __call__(
@@ -58,36 +58,43 @@ class SelfAttention:
         gate = None
         if self._gate is not None:
             gate = evenly(torch.sigmoid, product(history.needed(x), self._gate, self._gate_bias))
-            gate = taps("attn_gate", layer, split_heads(gate, self.shape.head_dim))
-        return attention(x, self.weights, self.shape, self._mixer, layer, history, taps, gate, source, beside)
+            gate = taps("attn_gate", layer, split_heads(gate, self.spec.head_dim))
+        return attention(x, self.weights, self.spec, self._mixer, layer, history, taps, gate, source, beside)
 
 
-def _with_gates(tensors: LayerTensors, shape: AttentionSpec) -> LayerTensors:
-    """The layer's tensors with the gates separated from the queries, if one projection holds both."""
-    split = dict(tensors)
-    for name in {"q", "q.bias"} & set(split) if shape.gates_in_queries else ():
+def _with_gates(tensors: LayerTensors, spec: AttentionSpec) -> LayerTensors:
+    """The layer's tensors by name, with the projection to gates separated from that to queries, if one matrix
+    holds both."""
+    separated = dict(tensors)
+    if not spec.gates_in_queries:
+        return separated
+    for name in {"q", "q.bias"} & set(separated):
         # Rows of each head: its query, then its gate.
-        rows = split[name].unflatten(0, (shape.num_attention_heads, 2, shape.head_dim))
-        split[name], split[name.replace("q", _GATES, 1)] = (rows[:, i].flatten(0, 1) for i in range(2))
-    return split
+        rows = separated[name].unflatten(0, (spec.num_attention_heads, 2, spec.head_dim))
+        separated[name] = rows[:, 0].flatten(0, 1)
+        separated[name.replace("q", _GATES, 1)] = rows[:, 1].flatten(0, 1)
+    return separated
 
 
-def _separated(tensors: LayerTensors, shape: AttentionSpec) -> LayerTensors:
-    """The layer's tensors with a fused qkv projection split into "q", "k" and "v"."""
-    if shape.layout == "separate":
+def _separated(tensors: LayerTensors, spec: AttentionSpec) -> LayerTensors:
+    """The layer's tensors by name, with a fused projection "qkv" split into "q", "k" and "v" (weights and
+    biases)."""
+    if spec.layout == "separate":
         return tensors
-    split = dict(tensors)
-    counts = [shape.num_attention_heads, shape.num_kv_heads, shape.num_kv_heads]
-    for name in {"qkv", "qkv.bias"} & set(split):
-        whole = split.pop(name)
-        if shape.layout == "by head":
-            grouped = whole.unflatten(0, (counts[1], -1, shape.head_dim))
-            queries, keys, values = grouped[:, :-2], grouped[:, -2], grouped[:, -1]
-            parts = [queries.flatten(0, 2), keys.flatten(0, 1), values.flatten(0, 1)]
-        elif shape.layout == "by fourths":
-            queries, values, keys = whole.unflatten(0, (4, 3, -1)).unbind(1)
-            parts = [x.flatten(0, 1) for x in (queries, keys, values)]
+    separated = dict(tensors)
+    for name in {"qkv", "qkv.bias"} & set(separated):
+        fused = separated.pop(name)
+        if spec.layout == "by head":
+            # For each key head: its queries, its key, its value.
+            grouped = fused.unflatten(0, (spec.num_kv_heads, -1, spec.head_dim))
+            queries = grouped[:, :-2].flatten(0, 2)
+            keys, values = grouped[:, -2].flatten(0, 1), grouped[:, -1].flatten(0, 1)
+        elif spec.layout == "by fourths":
+            # For each quarter of the heads: queries, values, keys (CodeGen).
+            queries, values, keys = (x.flatten(0, 1) for x in fused.unflatten(0, (4, 3, -1)).unbind(1))
         else:
-            parts = list(whole.split([count * shape.head_dim for count in counts]))
-        split |= {name.replace("qkv", part): x for part, x in zip("qkv", parts, strict=True)}
-    return split
+            head_counts = (spec.num_attention_heads, spec.num_kv_heads, spec.num_kv_heads)
+            queries, keys, values = fused.split([count * spec.head_dim for count in head_counts])
+        for part, rows in (("q", queries), ("k", keys), ("v", values)):
+            separated[name.replace("qkv", part)] = rows
+    return separated

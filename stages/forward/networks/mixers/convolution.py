@@ -18,44 +18,46 @@ __all__ = ["ShortConvolution", "convolve"]
 
 
 def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, layer: int, history: History) -> Tensor:
-    """Convolve x along positions, with zeros before the first token.
+    """Causal depthwise convolution of x along positions, with zeros before the first token.
 
     Arguments:
-        x: [B, token, channel].
-        weight: [channel, 1, size]; the last entry multiplies the token itself.
-        bias: [channel] or None.
-        layer: the layer.
+        x: values [B, token, channel].
+        weight: kernel [channel, 1, size]; its last entry multiplies the token itself.
+        bias: bias [channel]; None for no bias.
+        layer: number of the layer.
         history: gives the previous tokens.
 
     Returns:
-        [B, token, channel] in the dtype of x, summed in float32 as the reference kernels do.
+        Values [B, token, channel] in the dtype of x, summed in float32 as in the CUDA kernels of
+        causal-conv1d.
     """
-    *earlier, current = upcast(weight).squeeze(1).unbind(-1)
-    total = upcast(x) * current
-    if earlier:
-        before = history.before(layer, "convolution", x, len(earlier))
-        for offset, factor in enumerate(earlier):
-            total = torch.addcmul(total, upcast(before[:, :, offset]), factor)
+    *earlier_factors, factor_of_token = upcast(weight).squeeze(1).unbind(-1)
+    total = upcast(x) * factor_of_token
+    if earlier_factors:
+        previous = history.before(layer, "convolution", x, len(earlier_factors))
+        for offset, factor in enumerate(earlier_factors):
+            total = torch.addcmul(total, upcast(previous[:, :, offset]), factor)
     return (total if bias is None else total + upcast(bias)).to(x.dtype)
 
 
 class ShortConvolution:
-    """A short convolution between two multiplicative gates computed from the same token (`PositionMixer`).
+    """A short causal convolution between two multiplicative gates that are computed from the same token.
 
         B, C, x = W_in u        y = convolution of (B x)        out = W_out (C y)
 
     (LFM2, Liquid AI, 2025.) There is no recurrent state: a token sees only the few before it.
     """
 
-    def __init__(self, shape: ShortConvolutionSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, strip_prefix(tensors, "conv.")
+    def __init__(self, spec: ShortConvolutionSpec, tensors: LayerTensors) -> None:
+        self.spec, self.weights = spec, strip_prefix(tensors, "conv.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `PositionMixer`."""
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
+        kept: the tokens whose output later layers need."""
         w = self.weights
-        into, out, inner = product(x, w["in"], w.get("in.bias")).chunk(3, dim=-1)
-        into, out = taps("conv_in_gate", layer, into), taps("conv_out_gate", layer, out)
-        inner = taps("conv_x", layer, into * inner)
+        in_gate, out_gate, inner = product(x, w["in"], w.get("in.bias")).chunk(3, dim=-1)
+        in_gate, out_gate = taps("conv_in_gate", layer, in_gate), taps("conv_out_gate", layer, out_gate)
+        inner = taps("conv_x", layer, in_gate * inner)
         convolved = history.needed(convolve(inner, w["conv"], w.get("conv.bias"), layer, history))
         convolved = taps("conv_out", layer, convolved)
-        return product(history.needed(out) * convolved, w["out"], w.get("out.bias"))
+        return product(history.needed(out_gate) * convolved, w["out"], w.get("out.bias"))

@@ -28,28 +28,30 @@ __all__ = ["DifferentialAttention"]
 
 
 class DifferentialAttention:
-    """The differential attention of one layer (`PositionMixer`)."""
+    """Differential attention of one layer: one pattern of each pair of heads is subtracted from the other."""
 
-    def __init__(self, shape: DifferentialSpec, tensors: LayerTensors) -> None:
+    def __init__(self, spec: DifferentialSpec, tensors: LayerTensors) -> None:
         parts, names = parts_of(tensors), {field.name for field in fields(AttentionWeights)}
-        self.shape, self._mixer, self._learned = shape, shape.summary, strip_prefix(tensors, "diff.")
+        self.spec, self._mixer, self._learned = spec, spec.summary, strip_prefix(tensors, "diff.")
         self.weights = AttentionWeights(**{name: part for name, part in parts.items() if name in names})
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `PositionMixer`."""
-        s = self.shape
-        q, k, v = project(x, self.weights, s.attention, layer, taps)
-        q, k = apply_rope(history.needed(q), k, s.rope, history)
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
+        kept: the tokens whose output later layers need."""
+        spec = self.spec
+        q, k, v = project(x, self.weights, spec.attention, layer, taps)
+        q, k = apply_rope(history.needed(q), k, spec.rope, history)
         q, k = taps("rot_q", layer, q), taps("rot_k", layer, k)
+        # Both heads of a pair read the values of two key heads, one of either half, side by side.
         values = torch.cat(v.chunk(2, dim=1), dim=-1).repeat(1, 2, 1, 1)
         read = taps("diff_read", layer, history.attend(layer, q, k, values, self._mixer))
-        positive, negative = read.chunk(2, dim=1)
-        difference = positive - self._lambda(x.dtype) * negative
-        normed = F.rms_norm(difference, (read.shape[-1],), eps=s.norm_eps)
-        return linear(merge_heads(taps("diff_z", layer, (1 - s.start) * normed)), self.weights.o)
+        read_by_first, read_by_second = read.chunk(2, dim=1)
+        difference = read_by_first - self._lambda(x.dtype) * read_by_second
+        normed = F.rms_norm(difference, (read.shape[-1],), eps=spec.norm_eps)
+        return linear(merge_heads(taps("diff_z", layer, (1 - spec.start) * normed)), self.weights.o)
 
     def _lambda(self, dtype: torch.dtype) -> Tensor:
         """Factor lambda of the subtracted pattern, a scalar."""
         w = self._learned
         exp1, exp2 = (torch.exp(upcast(w[f"q{i}"] * w[f"k{i}"]).sum()).to(dtype) for i in "12")
-        return exp1 - exp2 + self.shape.start
+        return exp1 - exp2 + self.spec.start

@@ -39,156 +39,181 @@ from .mlp import Mlp
 __all__ = ["Experts", "MlpAndExperts"]
 
 ExpertOutput = tuple[int, Tensor, Tensor, Tensor]
-"""Work of one expert: (expert, its tokens [m], their routing weights [m, 1], its outputs [m, hidden])."""
+"""Output of one expert: (number of the expert, indices of the m tokens routed to it [m], their routing
+weights [m, 1], its outputs for them [m, hidden])."""
 
 
 class Experts:
-    """The experts of one layer (`ChannelMixer`)."""
+    """The routed experts of one layer, and its shared expert if there is one."""
 
-    def __init__(self, shape: ExpertsSpec, tensors: LayerTensors) -> None:
+    def __init__(self, spec: ExpertsSpec, tensors: LayerTensors) -> None:
         tensors = strip_prefix(tensors, "experts.")
-        self.shape = shape
+        self.spec = spec
         self.weights = {name: tensor for name, tensor in tensors.items() if not name[0].isdigit()}
-        if shape.is_listed:
+        if spec.is_listed:
             # The checkpoint has one tensor per expert, named by its number.
-            names = ("gate", "up") if shape.is_gated else ("up",)
-            rows = [torch.cat([tensors[f"{e}.{name}"] for name in names]) for e in range(shape.count)]
-            self.weights["up"] = torch.stack(rows)
-            self.weights["down"] = torch.stack([tensors[f"{e}.down"] for e in range(shape.count)])
-        if shape.limits is not None:
+            experts, parts = range(spec.count), ("gate", "up") if spec.is_gated else ("up",)
+            per_expert = [torch.cat([tensors[f"{expert}.{part}"] for part in parts]) for expert in experts]
+            self.weights["up"] = torch.stack(per_expert)
+            self.weights["down"] = torch.stack([tensors[f"{expert}.down"] for expert in experts])
+        if spec.limits is not None:
             self._deinterleave()
-        if shape.is_transposed:
+        if spec.is_transposed:
             for name in ("up", "down"):
                 self.weights[name] = self.weights[name].transpose(1, 2).contiguous()
-        self._activation = ACTIVATIONS[shape.activation]
+        self._activation = ACTIVATIONS[spec.activation]
 
     def __call__(self, x: Tensor, layer: int, taps: Taps) -> Tensor:
-        """See `ChannelMixer`."""
-        w, rows = self.weights, x.flatten(0, 1)
-        experts, share = self._tapped_weights(*self._routed(x, layer, taps), x, layer, taps)
-        inner = product(rows, w["into_latent"], w.get("into_latent.bias")) if self.shape.latent_size else rows
-        total = torch.zeros_like(inner)
-        outputs = self._expert_outputs(inner, experts, share)
+        """Normalised stream x [B, kept, D] -> output that is added to the residual stream, [B, kept, D]."""
+        w, inputs = self.weights, x.flatten(0, 1)
+        experts, routing_weights = self._tapped_weights(*self._routed(x, layer, taps), x, layer, taps)
+        if self.spec.latent_size:
+            inputs = product(inputs, w["into_latent"], w.get("into_latent.bias"))
+        total = torch.zeros_like(inputs)
+        outputs = self._expert_outputs(inputs, experts, routing_weights)
         if taps.touches(layer, "expert_out"):
-            outputs = iter(_tapped(list(outputs), x, self.shape.count, layer, taps))
-        for _, token, weight, out in outputs:
-            total.index_add_(0, token, out * weight)
-        if self.shape.latent_size:
+            outputs = iter(_tapped(list(outputs), x, self.spec.count, layer, taps))
+        for _, tokens, weights_of_tokens, out in outputs:
+            total.index_add_(0, tokens, out * weights_of_tokens)
+        if self.spec.latent_size:
             total = product(total, w["from_latent"], w.get("from_latent.bias"))
-        if self.shape.shared_size:
+        if self.spec.shared_size:
             shared = self._shared(x)
-            if self.shape.has_shared_gate:
+            if self.spec.has_shared_gate:
                 shared = shared * evenly(torch.sigmoid, product(x, w["shared_gate"]))
             total = total + taps("shared_expert_out", layer, shared).flatten(0, 1)
-        if self.shape.has_output_bias:
+        if self.spec.has_output_bias:
             total = total + w["out.bias"]
         return total.view(x.shape)
 
     def _expert_outputs(self, inner: Tensor, experts: Tensor, share: Tensor) -> Iterator[ExpertOutput]:
-        """Run each selected expert on its tokens; experts and weights of tokens are [n, k]."""
-        w, by_inputs = self.weights, self.shape.routing == "sigmoid of inputs"
+        """Output of each expert that some token is routed to.
+
+        Arguments:
+            inner: inputs of the experts, [n, in].
+            experts: numbers of the experts of each token, [n, k].
+            share: routing weights of these experts, [n, k].
+        """
+        w, multiplies_inputs = self.weights, self.spec.routing == "sigmoid of inputs"
         for expert in experts.unique().tolist():
             # Tokens with weight 0 (an intervention left the expert out) are skipped, except under autograd:
             # the gradient of the weight is the expert's output. If weights multiply inputs, that output is 0.
             is_routed = experts == expert
-            needs_all = is_recorded(share) and not by_inputs
+            needs_all = is_recorded(share) and not multiplies_inputs
             token, slot = (is_routed if needs_all else is_routed & (share != 0)).nonzero(as_tuple=True)
             if len(token):
-                biases = (w[name][expert] if name in w else None for name in ("up.bias", "down.bias"))
-                rows, count, weight = inner[token], len(token), share[token, slot, None]
-                rows = rows * weight if by_inputs else rows
-                if count < FEW_ROWS <= len(experts):
+                rows, n_tokens, weight = inner[token], len(token), share[token, slot, None]
+                rows = rows * weight if multiplies_inputs else rows
+                if n_tokens < FEW_ROWS <= len(experts):
                     # Products of few rows sum in another order; padding keeps a token's bits in every batch.
-                    rows = F.pad(rows, (0, 0, 0, FEW_ROWS - count))
-                out = self._mlp(rows, w["up"][expert], w["down"][expert], *biases)[:count]
+                    rows = F.pad(rows, (0, 0, 0, FEW_ROWS - n_tokens))
+                biases = (w[name][expert] if name in w else None for name in ("up.bias", "down.bias"))
+                out = self._mlp(rows, w["up"][expert], w["down"][expert], *biases)[:n_tokens]
                 # The caller multiplies outputs by the weight in every routing.
-                yield expert, token, weight, out / weight if by_inputs else out
+                yield expert, token, weight, out / weight if multiplies_inputs else out
 
     def _tapped_weights(
         self, experts: Tensor, share: Tensor, x: Tensor, layer: int, taps: Taps
     ) -> tuple[Tensor, Tensor]:
-        """Experts of each token and their weights after the hook point "expert_weights". If an intervention
-        changes weights, all experts are returned, most of them with weight 0."""
+        """Experts of each token and their routing weights, each [n, k], after the hook point
+        "expert_weights". If an intervention changes weights, k is the number of all experts, most of which
+        have weight 0.
+
+        Arguments:
+            experts: numbers of the top-k experts of each token, [n, k].
+            share: their routing weights, [n, k].
+            x: input of the layer, [batch, position, hidden].
+            layer: number of the layer.
+            taps: captures and interventions of the pass, called at its hook points.
+        """
         if not taps.touches(layer, "expert_weights"):
             return experts, share
-        weights = share.new_zeros(*x.shape[:2], self.shape.count)
-        weights.view(-1, self.shape.count).scatter_(1, experts, share)
+        weights = share.new_zeros(*x.shape[:2], self.spec.count)
+        weights.view(-1, self.spec.count).scatter_(1, experts, share)
         changed = taps("expert_weights", layer, weights).flatten(0, 1)
         if not taps.changes(layer, "expert_weights"):
             return experts, share
-        return torch.arange(self.shape.count, device=x.device).expand_as(changed), changed
+        return torch.arange(self.spec.count, device=x.device).expand_as(changed), changed
 
     def _routed(self, x: Tensor, layer: int, taps: Taps) -> tuple[Tensor, Tensor]:
-        """Top-k experts of each token [n, k] and their routing weights [n, k]."""
-        s, w = self.shape, self.weights
-        is_sigmoid = s.routing.startswith("sigmoid")
+        """Numbers of the top-k experts of each token and their routing weights, each [n, k], for the layer's
+        input x [batch, position, hidden]."""
+        spec, w = self.spec, self.weights
         # DeepSeek-V3's router computes in float32; others compute in the model's dtype.
-        read = x.float() if s.routing == "sigmoid" else x
-        scores = product(read, w["router"].to(read.dtype), w.get("router.bias")).float()
+        router_input = x.float() if spec.routing == "sigmoid" else x
+        scores = product(router_input, w["router"].to(router_input.dtype), w.get("router.bias")).float()
         scores = taps("router_logits", layer, scores)
         if taps.captures(layer, "router_probs"):
+            is_sigmoid = spec.routing.startswith("sigmoid")
             taps("router_probs", layer, evenly(torch.sigmoid, scores) if is_sigmoid else scores.softmax(-1))
         experts, share = self._top_k(scores.flatten(0, 1))
         return experts, share.to(x.dtype)
 
     def _top_k(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Top-k experts and their weights, each [n, k], from router scores [n, expert]."""
-        s = self.shape
-        if s.routing == "sigmoid":
-            return self._by_sigmoid(evenly(torch.sigmoid, scores))
-        if s.routing == "sparse mixing":
-            experts, share = _sparse_mixing(scores, s.jitter)
-        elif s.routing == "chosen of corrected softmax":
+        """Numbers of the top-k experts of each token and their routing weights, each [n, k], from router
+        scores [n, expert], by the rule `ExpertsSpec.routing`."""
+        spec = self.spec
+        if spec.routing == "sigmoid":
+            return self._route_by_sigmoid(evenly(torch.sigmoid, scores))
+        if spec.routing == "sparse mixing":
+            experts, share = _sparse_mixing(scores, spec.jitter)
+        elif spec.routing == "chosen of corrected softmax":
             experts, share = self._corrected(scores.softmax(-1))
-        elif s.routing == "sigmoid of chosen":
+        elif spec.routing == "sigmoid of chosen":
             experts, share = self._corrected(scores)
-        elif s.routing == "chosen of softmax":
-            share, experts = self._in_best_groups(scores.softmax(-1)).topk(s.chosen, dim=-1)
-            share = share * s.routed_factor
+        elif spec.routing == "chosen of softmax":
+            share, experts = self._in_best_groups(scores.softmax(-1)).topk(spec.chosen, dim=-1)
+            share = share * spec.routed_factor
         else:
-            top, experts = scores.topk(s.chosen, dim=-1)
-            share = evenly(torch.sigmoid, top) if s.routing == "sigmoid of inputs" else top.softmax(-1)
+            top, experts = scores.topk(spec.chosen, dim=-1)
+            share = evenly(torch.sigmoid, top) if spec.routing == "sigmoid of inputs" else top.softmax(-1)
         return experts, share
 
     def _corrected(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Experts with the largest scores [n, expert] plus correction, and their weights without the
-        correction (auxiliary-loss-free balancing)."""
-        s = self.shape
-        experts = (scores + self.weights["correction"].float().flatten()).topk(s.chosen, dim=-1).indices
+        """Numbers of the experts with the largest scores plus correction, and their weights without the
+        correction, each [n, k] (auxiliary-loss-free balancing); scores: [n, expert]."""
+        spec = self.spec
+        experts = (scores + self.weights["correction"].float().flatten()).topk(spec.chosen, dim=-1).indices
         share = scores.gather(-1, experts)
-        share = evenly(torch.sigmoid, share) if s.routing == "sigmoid of chosen" else share
-        return experts, share / share.sum(-1, keepdim=True).clamp_min(s.sum_eps) if s.sums_to_one else share
+        if spec.routing == "sigmoid of chosen":
+            share = evenly(torch.sigmoid, share)
+        if spec.sums_to_one:
+            share = share / share.sum(-1, keepdim=True).clamp_min(spec.sum_eps)
+        return experts, share
 
     def _in_best_groups(self, scores: Tensor) -> Tensor:
         """Scores [n, expert] with 0 outside of the groups that have the largest scores (DeepSeek-V2)."""
-        s = self.shape
-        if s.groups == 1:
+        spec = self.spec
+        if spec.groups == 1:
             return scores
-        by_group = scores.unflatten(-1, (s.groups, -1))
-        best = by_group.amax(-1).topk(s.chosen_groups, dim=-1).indices
+        by_group = scores.unflatten(-1, (spec.groups, -1))
+        best = by_group.amax(-1).topk(spec.chosen_groups, dim=-1).indices
         allowed = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, best, True)
         # 0 is below every softmax score.
         masked: Tensor = by_group.masked_fill(~allowed[..., None], 0).flatten(-2)
         return masked
 
-    def _by_sigmoid(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        s, w = self.shape, self.weights
-        by_group = scores + w["correction"].float() if s.has_correction else scores
-        by_group = by_group.unflatten(-1, (s.groups, -1))
+    def _route_by_sigmoid(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers of the top-k experts within the best groups and their routing weights, each [n, k], from
+        sigmoids of router scores [n, expert] (DeepSeek-V3, 2024, section 2.1.2)."""
+        spec, w = self.spec, self.weights
+        corrected = scores + w["correction"].float() if spec.has_correction else scores
+        by_group = corrected.unflatten(-1, (spec.groups, -1))
         # DeepSeek-V3 ranks a group by its two largest scores, DeepSeek-V2 by the largest.
-        best = by_group.topk(2, dim=-1).values.sum(-1).topk(s.chosen_groups, dim=-1).indices
-        allowed = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, best, True)
+        group_scores = by_group.topk(2, dim=-1).values.sum(-1)
+        best_groups = group_scores.topk(spec.chosen_groups, dim=-1).indices
+        allowed = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, best_groups, True)
         # Not 0 as above: a score with a negative correction may be below 0.
         candidates = by_group.masked_fill(~allowed[..., None], float("-inf")).flatten(-2)
-        experts = candidates.topk(s.chosen, dim=-1).indices
+        experts = candidates.topk(spec.chosen, dim=-1).indices
         share = scores.gather(-1, experts)
-        if s.sums_to_one:
-            share = share / (share.sum(-1, keepdim=True) + s.sum_eps)
-        return experts, share * s.routed_factor
+        if spec.sums_to_one:
+            share = share / (share.sum(-1, keepdim=True) + spec.sum_eps)
+        return experts, share * spec.routed_factor
 
     def _deinterleave(self) -> None:
-        """Bring tensors with interleaved gate and up columns, [expert, in, out] (gpt-oss), into the layout of
-        the other families."""
+        """Bring weights with alternating gate and up columns, [expert, in, out] (gpt-oss), into the layout of
+        the other families: gate rows, then up rows, [expert, out, in]."""
         w = self.weights
         rows = w["up"].transpose(1, 2)
         w["up"] = torch.cat([rows[:, ::2], rows[:, 1::2]], dim=1).contiguous()
@@ -209,13 +234,20 @@ class Experts:
     def _mlp(
         self, x: Tensor, up: Tensor, down: Tensor, bias: Tensor | None = None, last: Tensor | None = None
     ) -> Tensor:
-        """MLP of one expert on x [..., in]; up [inner, in], preceded by the gate's rows if gated; `bias` of
-        up, `last` of down."""
+        """Output [..., in] of one expert's MLP.
+
+        Arguments:
+            x: inputs [..., in].
+            up: up projection [inner, in], or gate and up projection [2 * inner, in] if experts are gated.
+            down: down projection [in, inner].
+            bias: bias of `up`; None for no bias.
+            last: bias of `down`; None for no bias.
+        """
         inner = product(x, up, bias)
-        if self.shape.is_gated:
+        if self.spec.is_gated:
             gate, inner = inner.chunk(2, dim=-1)
-            if self.shape.limits is not None:
-                return product(_clamped_gate(gate, inner, *self.shape.limits), down, last)
+            if self.spec.limits is not None:
+                return product(_clamped_gate(gate, inner, *self.spec.limits), down, last)
             return product(evenly(self._activation, gate) * inner, down, last)
         return product(evenly(self._activation, inner), down, last)
 
@@ -227,10 +259,10 @@ class MlpAndExperts:
     with a separate gain each. Each expert has a learned factor of its routing weight.
     """
 
-    def __init__(self, shape: MlpAndExpertsSpec, tensors: LayerTensors) -> None:
+    def __init__(self, spec: MlpAndExpertsSpec, tensors: LayerTensors) -> None:
         extra = strip_prefix(tensors, "beside.")
-        self._mlp, self._eps = Mlp(shape.mlp, tensors), shape.norm_eps
-        self._experts = _GainedExperts(shape, tensors)
+        self._mlp, self._eps = Mlp(spec.mlp, tensors), spec.norm_eps
+        self._experts = _GainedExperts(spec, tensors)
         self._mlp_post, self._experts_post = (
             NormWeights(extra[f"{name}_post"]) for name in ("mlp", "experts")
         )
@@ -245,11 +277,11 @@ class MlpAndExperts:
 
 
 class _GainedExperts(Experts):
-    """Experts whose input and router have separate gains of the norm, and that have factors of their
-    weights."""
+    """Experts of Gemma 4: their input and their router's input have separate norm gains, and each expert's
+    routing weight has a learned factor."""
 
-    def __init__(self, shape: MlpAndExpertsSpec, tensors: LayerTensors) -> None:
-        super().__init__(shape.experts, tensors)
+    def __init__(self, spec: MlpAndExpertsSpec, tensors: LayerTensors) -> None:
+        super().__init__(spec.experts, tensors)
         extra = strip_prefix(tensors, "beside.")
         self._gain, self._expert_gains = extra["experts"], extra["expert_gains"]
         # The gain of the router's norm is folded into its weights.
@@ -265,7 +297,15 @@ class _GainedExperts(Experts):
 
 
 def _tapped(outputs: list[ExpertOutput], x: Tensor, count: int, layer: int, taps: Taps) -> list[ExpertOutput]:
-    """Experts' outputs after the hook point "expert_out"; x: the layer's input [batch, position, hidden]."""
+    """Outputs of the experts after the hook point "expert_out".
+
+    Arguments:
+        outputs: output of each expert for its own tokens.
+        x: input of the layer, [batch, position, hidden].
+        count: number of experts.
+        layer: number of the layer.
+        taps: captures and interventions of the pass, called at its hook points.
+    """
     dense = x.new_zeros(x.shape[0] * x.shape[1], count, x.shape[-1])
     for expert, token, _, out in outputs:
         dense = dense.index_put((token, torch.full_like(token, expert)), out)

@@ -25,7 +25,7 @@ from ...hooks.taps import Taps
 from ..history import History
 from ..kernels.products import product
 from ..recurrences.linear import LinearRecurrence
-from ..scan import scan_decayed, shown_decay
+from ..scan import scan_decayed, tapped_log_decay
 from .convolution import convolve
 from .mixer import LayerTensors, merge_heads, split_heads, strip_prefix, upcast
 
@@ -36,29 +36,32 @@ _EPS = 1e-6
 
 
 class GatedDelta:
-    """The gated delta net of one layer (`PositionMixer`)."""
+    """Gated DeltaNet of one layer: linear attention in which a token replaces the value stored under its
+    key."""
 
-    def __init__(self, shape: GatedDeltaSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, _rearranged(strip_prefix(tensors, "linear."), shape)
+    def __init__(self, spec: GatedDeltaSpec, tensors: LayerTensors) -> None:
+        self.spec, self.weights = spec, _rearranged(strip_prefix(tensors, "linear."), spec)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `PositionMixer`."""
-        s, w = self.shape, self.weights
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
+        kept: the tokens whose output later layers need."""
+        spec, w = self.spec, self.weights
         gate = self._gate(history.needed(x), layer, taps)
         inner = product(x, w["qkv"])
-        inner = F.silu(convolve(inner, w["conv"], None, layer, history) if s.conv_size else inner)
-        inner = taps("linear_conv", layer, inner) if s.conv_size else inner
-        queries, keys, values = inner.split(s.parts, dim=-1)
-        queries = taps("linear_q", layer, _unit(split_heads(queries, s.key_size)) * s.key_size**-0.5)
-        keys = self._repeat_for_heads(taps("linear_k", layer, _unit(split_heads(keys, s.key_size))))
-        values = taps("linear_v", layer, split_heads(values, s.value_size))
+        if spec.conv_size:
+            inner = taps("linear_conv", layer, F.silu(convolve(inner, w["conv"], None, layer, history)))
+        else:
+            inner = F.silu(inner)
+        queries, keys, values = inner.split(spec.parts, dim=-1)
+        queries = taps("linear_q", layer, _unit(split_heads(queries, spec.key_size)) * spec.key_size**-0.5)
+        keys = self._repeat_for_heads(taps("linear_k", layer, _unit(split_heads(keys, spec.key_size))))
+        values = taps("linear_v", layer, split_heads(values, spec.value_size))
         # A factor of 2 lets beta reach 2, where I - beta k k^T reflects (eigenvalue -1).
-        beta = taps(
-            "linear_beta", layer, split_heads(upcast(product(x, w["b"])).sigmoid() * s.beta_factor, 1)
-        )
+        beta = upcast(product(x, w["b"])).sigmoid() * spec.beta_factor
+        beta = taps("linear_beta", layer, split_heads(beta, 1))
         log_decay = torch.zeros_like(beta)
-        if s.decays is not None:
-            log_decay = shown_decay(self._log_decay(x), layer, taps, "linear")
+        if spec.decays is not None:
+            log_decay = tapped_log_decay(self._log_decay(x), layer, taps, "linear")
         replaced = beta * keys
         tokens = {"q": self._repeat_for_heads(queries), "k": replaced, "v": values, "log_decay": log_decay}
         # The removed value is read from the decayed state: alpha = d k, beta = -beta k.
@@ -68,65 +71,75 @@ class GatedDelta:
         return product(merge_heads(read if gate is None else read * gate).to(x.dtype), w["out"])
 
     def _gate(self, x: Tensor, layer: int, taps: Taps) -> Tensor | None:
-        """Output gate [B, head, kept, V], float32; None if the family has none."""
-        if self.shape.gate is None:
+        """Gate of the output, [B, head, kept, V], float32, from the normalised stream x [B, kept, D]; None if
+        the family has no gate."""
+        if self.spec.gate is None:
             return None
         gate = upcast(self._projected(x, "z"))
-        gate = F.silu(gate) if self.shape.gate == "silu" else gate.sigmoid()
-        return taps("linear_gate", layer, split_heads(gate, self.shape.value_size))
+        gate = F.silu(gate) if self.spec.gate == "silu" else gate.sigmoid()
+        return taps("linear_gate", layer, split_heads(gate, self.spec.value_size))
 
     def _projected(self, x: Tensor, name: str) -> Tensor:
-        """x times one matrix, or two of a low-rank map."""
+        """x [..., D] times the matrix called `name`, or times the two matrices of a low-rank map."""
         down = self.weights.get(f"{name}.down")
         return product(x if down is None else product(x, down), self.weights[name])
 
     def _log_decay(self, x: Tensor) -> Tensor:
-        """Log decay of the state, [B, head, token, K or 1]."""
-        w, width = self.weights, self.shape.axis_sizes["linear_decay"]
+        """Natural logarithm of the state's decay at each token, [B, head, token, K or 1], from the normalised
+        stream x [B, token, D]."""
+        w, width = self.weights, self.spec.axis_sizes["linear_decay"]
         step = F.softplus(upcast(self._projected(x, "a")) + upcast(w["dt_bias"]))
         return split_heads(step, width) * -torch.exp(upcast(w["A_log"])).view(-1, 1, 1)
 
     def _repeat_for_heads(self, x: Tensor) -> Tensor:
-        """x [B, G, token, K] of groups, repeated for their heads: [B, head, token, K]."""
-        return x.repeat_interleave(self.shape.heads // self.shape.groups, dim=1)
+        """x [B, G, token, K], one row per group of heads, repeated for the heads of each group: [B, head,
+        token, K]."""
+        return x.repeat_interleave(self.spec.heads // self.spec.groups, dim=1)
 
     def _normed(self, read: Tensor, dtype: torch.dtype) -> Tensor:
-        """Output of the scan [B, head, token, V], RMS-normalised per head in float32."""
-        # Rounded first: the reference's scan returns the model's dtype.
+        """What tokens read from the state, [B, head, token, V], rounded to `dtype`, then RMS-normalised over
+        V and returned in float32."""
+        # Rounded first: transformers' scan returns the model's dtype.
         read = upcast(read.to(dtype))
-        unit = read * torch.rsqrt(read.pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)
+        unit = read * torch.rsqrt(read.pow(2).mean(-1, keepdim=True) + self.spec.norm_eps)
         return upcast(self.weights["norm"] * unit.to(dtype))
 
 
 def _unit(x: Tensor) -> Tensor:
-    """x [..., K] divided by its Euclidean length."""
+    """x [..., K] divided by its Euclidean length, in float32."""
     x = upcast(x)
     # Epsilon inside of the root, as in flash-linear-attention's l2norm.
     return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + _EPS)
 
 
-def _rearranged(w: Mapping[str, Tensor], shape: GatedDeltaSpec) -> dict[str, Tensor]:
-    """Weights of all checkpoint layouts in one: "qkv", "conv", "z", "b" and "a"; low-rank maps z and a also
-    have "z.down" and "a.down"."""
-    if shape.layout == "by part":
+def _rearranged(w: Mapping[str, Tensor], spec: GatedDeltaSpec) -> dict[str, Tensor]:
+    """Weights by name in one layout for all checkpoints: "qkv", "conv", "z" (gate), "b" (beta) and "a"
+    (decay); if gate and decay are low-rank maps, also "z.down" and "a.down"."""
+    if spec.layout == "by part":
         return dict(w)
-    if shape.layout == "by group":
-        parts = [*shape.parts, shape.parts[2]]
-        queries, keys, values, gate = _of_groups(w["qkvz"], parts, shape.groups)
-        b, a = _of_groups(w["ba"], [shape.heads, shape.heads], shape.groups)
+    if spec.layout == "by group":
+        n_rows = [*spec.parts, spec.parts[2]]  # the gate is as wide as the values
+        queries, keys, values, gate = _split_grouped_rows(w["qkvz"], n_rows, spec.groups)
+        b, a = _split_grouped_rows(w["ba"], [spec.heads, spec.heads], spec.groups)
         unchanged = {name: w[name] for name in ("conv", "A_log", "dt_bias", "norm", "out")}
         return {**unchanged, "qkv": torch.cat([queries, keys, values]), "z": gate, "b": b, "a": a}
     weights = {name: w[name] for name in ("A_log", "dt_bias", "norm", "out", "b") if name in w}
     weights["qkv"] = torch.cat([w[part] for part in "qkv"])
-    if shape.conv_size:
+    if spec.conv_size:
         weights["conv"] = torch.cat([w[f"conv.{part}"] for part in "qkv"])
     names = {"z": "g", "a": "a", "z.down": "g_a", "a.down": "f_a"}
-    if shape.decays == "key":
+    if spec.decays == "key":
         names |= {"z": "g_b", "a": "f_b"}
     return weights | {name: w[stored] for name, stored in names.items() if stored in w}
 
 
-def _of_groups(rows: Tensor, counts: list[int], groups: int) -> list[Tensor]:
-    """Split a weight whose rows are ordered by group, then by part, into one matrix per part."""
+def _split_grouped_rows(rows: Tensor, counts: list[int], groups: int) -> list[Tensor]:
+    """One matrix per part of a weight whose rows are ordered by group of heads, then by part.
+
+    Arguments:
+        rows: The weight [row, in].
+        counts: Number of rows of each part, over all groups.
+        groups: Number of groups.
+    """
     split = rows.unflatten(0, (groups, -1)).split([count // groups for count in counts], dim=1)
     return [part.flatten(0, 1) for part in split]

@@ -27,35 +27,40 @@ __all__ = ["LatentAttention"]
 
 
 class LatentAttention:
-    """The latent attention of one layer (`PositionMixer`)."""
+    """Multi-head latent attention of one layer: keys and values of all heads come from one latent per
+    token."""
 
-    def __init__(self, shape: LatentAttentionSpec, tensors: LayerTensors) -> None:
-        self.shape, self._mixer, self.weights = shape, shape.summary, strip_prefix(tensors, "latent.")
+    def __init__(self, spec: LatentAttentionSpec, tensors: LayerTensors) -> None:
+        self.spec, self._mixer, self.weights = spec, spec.summary, strip_prefix(tensors, "latent.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `PositionMixer`."""
-        s, w = self.shape, self.weights
-        queries = split_heads(self._queries(history.needed(x)), s.key_size)
-        latent, shared = product(x, w["down"], w.get("down.bias")).split((s.rank, s.shared_size), dim=-1)
-        latent = torch.cat([self._normed(latent, "norm"), shared], dim=-1)
-        latent, shared = taps("latent_c", layer, latent).split((s.rank, s.shared_size), dim=-1)
-        up = split_heads(product(latent, w["up"]), s.own_size + s.value_size)
-        keys, values = up.split((s.own_size, s.value_size), dim=-1)
-        # Only the entries that meet the shared part of keys are rotated.
-        plain, rotated = queries.split((s.own_size, s.shared_size), dim=-1)
-        rotated, shared = apply_rope(rotated, shared.unsqueeze(1), s.rope, history)
-        queries = taps("latent_q", layer, torch.cat([plain, rotated], dim=-1))
-        keys = torch.cat([keys, shared.expand(-1, s.heads, -1, -1)], dim=-1)
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
+        kept: the tokens whose output later layers need."""
+        spec, w = self.spec, self.weights
+        queries = split_heads(self._queries(history.needed(x)), spec.key_size)
+        latent_and_shared = (spec.rank, spec.shared_size)
+        latent, shared_keys = product(x, w["down"], w.get("down.bias")).split(latent_and_shared, dim=-1)
+        compressed = torch.cat([self._normed(latent, "norm"), shared_keys], dim=-1)
+        latent, shared_keys = taps("latent_c", layer, compressed).split(latent_and_shared, dim=-1)
+        keys_and_values = split_heads(product(latent, w["up"]), spec.own_size + spec.value_size)
+        own_keys, values = keys_and_values.split((spec.own_size, spec.value_size), dim=-1)
+        # Only the query entries that are multiplied by the shared key entries are rotated.
+        unrotated, rotated = queries.split((spec.own_size, spec.shared_size), dim=-1)
+        rotated, shared_keys = apply_rope(rotated, shared_keys.unsqueeze(1), spec.rope, history)
+        queries = taps("latent_q", layer, torch.cat([unrotated, rotated], dim=-1))
+        keys = torch.cat([own_keys, shared_keys.expand(-1, spec.heads, -1, -1)], dim=-1)
         keys, values = taps("latent_k", layer, keys), taps("latent_v", layer, values)
         z = taps("latent_z", layer, history.attend(layer, queries, keys, values, self._mixer))
         return product(merge_heads(z), w["out"], w.get("out.bias"))
 
     def _queries(self, x: Tensor) -> Tensor:
-        """Queries of all heads [B, kept, head * K], through a latent of their own if the family has one."""
+        """Queries of all heads [B, kept, head * K] from the normalised stream x [B, kept, D], through a
+        low-rank latent if the family has one for queries."""
         w = self.weights
-        if self.shape.query_rank is not None:
+        if self.spec.query_rank is not None:
             x = self._normed(product(x, w["q.down"], w.get("q.down.bias")), "q.norm")
         return product(x, w["q"])
 
     def _normed(self, x: Tensor, name: str) -> Tensor:
-        return apply_norm(x, NormWeights(self.weights[name]), "rms", self.shape.norm_eps)
+        """x RMS-normalised over its last axis, with the weight called `name`."""
+        return apply_norm(x, NormWeights(self.weights[name]), "rms", self.spec.norm_eps)

@@ -29,27 +29,30 @@ __all__ = ["Lightning"]
 
 
 class Lightning:
-    """The lightning attention of one layer (`PositionMixer`)."""
+    """Lightning attention of one layer: linear attention with one fixed decay per head."""
 
-    def __init__(self, shape: LightningSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, strip_prefix(tensors, "linear.")
+    def __init__(self, spec: LightningSpec, tensors: LayerTensors) -> None:
+        self.spec, self.weights = spec, strip_prefix(tensors, "linear.")
         # In a checkpoint, each head's query, key and value rows are adjacent.
-        by_part = self.weights["qkv"].unflatten(0, (shape.heads, 3, shape.head_dim)).transpose(0, 1)
+        by_part = self.weights["qkv"].unflatten(0, (spec.heads, 3, spec.head_dim)).transpose(0, 1)
         self.weights["qkv"] = by_part.flatten(0, 2)
-        slopes = shape.slope * 2 ** (-8 / shape.heads * torch.arange(1, shape.heads + 1, dtype=torch.float64))
+        # The slopes of ALiBi, 2^(-8 (h + 1) / H).
+        head_numbers = torch.arange(1, spec.heads + 1, dtype=torch.float64)
+        slopes = spec.slope * 2 ** (-8 / spec.heads * head_numbers)
         self._log_decay = -slopes.to(by_part.device).view(1, -1, 1, 1)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `PositionMixer`."""
-        s, w = self.shape, self.weights
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
+        kept: the tokens whose output later layers need."""
+        spec, w = self.spec, self.weights
         gate = torch.sigmoid(product(history.needed(x), w["gate"]))
-        gate = taps("linear_gate", layer, split_heads(gate, s.head_dim))
-        inner = ACTIVATIONS[s.activation](product(x, w["qkv"]))
-        q, k, v = (split_heads(part, s.head_dim) for part in inner.chunk(3, dim=-1))
+        gate = taps("linear_gate", layer, split_heads(gate, spec.head_dim))
+        inner = ACTIVATIONS[spec.activation](product(x, w["qkv"]))
+        q, k, v = (split_heads(part, spec.head_dim) for part in inner.chunk(3, dim=-1))
         q, k, v = taps("linear_q", layer, q), taps("linear_k", layer, k), taps("linear_v", layer, v)
         log_decay = self._log_decay.to(upcast(q).dtype).expand(len(x), -1, x.shape[1], -1).contiguous()
         tokens = {"q": q, "k": k, "v": v, "log_decay": log_decay}
         read = scan(LinearRecurrence("after"), tokens, layer, history, taps, "linear")
         read = merge_heads(history.needed(taps("linear_out", layer, read))).to(x.dtype)
-        normed = apply_norm(read, NormWeights(w["norm"]), "rms", s.norm_eps)
+        normed = apply_norm(read, NormWeights(w["norm"]), "rms", spec.norm_eps)
         return product(merge_heads(gate) * normed, w["out"])

@@ -33,21 +33,23 @@ _SHARPNESS = 8.0
 
 
 class LinearUnit:
-    """The gated linear recurrent unit of one layer (`PositionMixer`)."""
+    """The real-gated linear recurrent unit (RG-LRU) of one layer, after a short convolution."""
 
-    def __init__(self, shape: LinearUnitSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, strip_prefix(tensors, "linear.")
+    def __init__(self, spec: LinearUnitSpec, tensors: LayerTensors) -> None:
+        self.spec, self.weights = spec, strip_prefix(tensors, "linear.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `PositionMixer`."""
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
+        kept: the tokens whose output later layers need."""
         w = self.weights
-        gate = ACTIVATIONS[self.shape.activation](product(history.needed(x), w["gate"], w["gate.bias"]))
+        gate = ACTIVATIONS[self.spec.activation](product(history.needed(x), w["gate"], w["gate.bias"]))
         gate = taps("linear_gate", layer, split_heads(gate, 1))
         inner = product(x, w["in"], w["in.bias"])
         inner = taps("linear_conv", layer, convolve(inner, w["conv"], w["conv.bias"], layer, history))
-        forgets, enters = self._gate(inner, "forget"), self._gate(inner, "input")
-        log_decay = -_SHARPNESS * forgets * F.softplus(upcast(w["decays"]))
-        keys = enters * self._input_scale(log_decay, layer, history)
+        recurrence_gate, input_gate = self._gate(inner, "forget"), self._gate(inner, "input")
+        log_decay = -_SHARPNESS * recurrence_gate * F.softplus(upcast(w["decays"]))
+        # As a linear recurrence: each channel is a head whose key is the factor of its input.
+        keys = input_gate * self._input_scale(log_decay, layer, history)
         keys = taps("linear_k", layer, split_heads(keys, 1))
         values = taps("linear_v", layer, split_heads(inner, 1))
         tokens = {"q": torch.ones_like(keys), "k": keys, "v": values, "log_decay": split_heads(log_decay, 1)}
@@ -56,15 +58,17 @@ class LinearUnit:
         return product(merge_heads(read.to(x.dtype) * gate), w["out"], w["out.bias"])
 
     def _gate(self, x: Tensor, name: str) -> Tensor:
-        """Sigmoid of a block-diagonal linear map of x [B, token, channel]."""
+        """Gate [B, token, channel]: sigmoid of the block-diagonal linear map called `name` of x, of the same
+        shape."""
         w = self.weights
-        blocks = x.unflatten(-1, (self.shape.gates, -1))
+        blocks = x.unflatten(-1, (self.spec.gates, -1))
         logits = torch.einsum("btgi,gij->btgj", blocks, w[name]) + w[f"{name}.bias"]
         return upcast(torch.sigmoid(logits).flatten(-2))
 
     @staticmethod
     def _input_scale(log_decay: Tensor, layer: int, history: History) -> Tensor:
-        """sqrt(1 - a^2) [B, token, channel], and 1 at the first token of a sequence."""
+        """Factor of the input of each channel, [B, token, channel]: sqrt(1 - a^2) for the decay a, and 1 at
+        the first token of a sequence; log_decay: log a, of the same shape."""
         # Only the history knows which token is first: ones shifted by one position are 0 there.
         ones = log_decay.new_ones(*log_decay.shape[:2], 1)
         is_first = history.before(layer, "start", ones, 1).squeeze(2) == 0

@@ -29,29 +29,30 @@ __all__ = ["Mamba2"]
 
 
 class Mamba2:
-    """The Mamba-2 mixer of one layer (`PositionMixer`)."""
+    """The Mamba-2 mixer of one layer: a state-space model with one decay per head."""
 
-    def __init__(self, shape: Mamba2Spec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, strip_prefix(tensors, "ssm.")
+    def __init__(self, spec: Mamba2Spec, tensors: LayerTensors) -> None:
+        self.spec, self.weights = spec, strip_prefix(tensors, "ssm.")
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `PositionMixer`."""
-        s, w = self.shape, self.weights
-        sizes = (s.channels, s.convolved, s.heads)
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
+        kept: the tokens whose output later layers need."""
+        spec, w = self.spec, self.weights
+        sizes = (spec.channels, spec.convolved, spec.heads)
         gate, inner, step = product(x, w["in"], w.get("in.bias")).split(sizes, dim=-1)
-        gate = taps("ssm_gate", layer, split_heads(F.silu(upcast(gate)), s.head_dim))
+        gate = taps("ssm_gate", layer, split_heads(F.silu(upcast(gate)), spec.head_dim))
         inner = F.silu(convolve(inner, w["conv"], w.get("conv.bias"), layer, history))
         inner = taps("ssm_conv", layer, inner)
-        shared = s.groups * s.state_size
-        values, keys, queries = inner.split((s.channels, shared, shared), dim=-1)
-        values = taps("ssm_x", layer, split_heads(values, s.head_dim))
-        low, high = s.limits
+        shared = spec.groups * spec.state_size
+        values, keys, queries = inner.split((spec.channels, shared, shared), dim=-1)
+        values = taps("ssm_x", layer, split_heads(values, spec.head_dim))
+        low, high = spec.limits
         # Clamped for every token; transformers leaves it out for one new token on kept states, so that its
         # texts depend on the cache.
         step = F.softplus(upcast(step) + upcast(w["dt_bias"])).clamp(low, high)
         step = taps("ssm_dt", layer, split_heads(step, 1))
-        keys = self._repeat_for_heads(taps("ssm_B", layer, split_heads(keys, s.state_size)))
-        queries = self._repeat_for_heads(taps("ssm_C", layer, split_heads(queries, s.state_size)))
+        keys = self._repeat_for_heads(taps("ssm_B", layer, split_heads(keys, spec.state_size)))
+        queries = self._repeat_for_heads(taps("ssm_C", layer, split_heads(queries, spec.state_size)))
         # A is stored as log(-A), so that no trained value makes the state grow.
         decays = -torch.exp(upcast(w["A_log"]))[:, None, None]
         tokens = {"q": queries, "k": step * keys, "v": values, "log_decay": step * decays}
@@ -63,19 +64,21 @@ class Mamba2:
         )
 
     def _repeat_for_heads(self, x: Tensor) -> Tensor:
-        """x [B, G, token, N] of groups, repeated for their heads: [B, head, token, N]."""
-        return x.repeat_interleave(self.shape.heads // self.shape.groups, dim=1)
+        """x [B, G, token, N], one row per group of heads, repeated for the heads of each group: [B, head,
+        token, N]."""
+        return x.repeat_interleave(self.spec.heads // self.spec.groups, dim=1)
 
     def _gated(self, read: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
-        """Output of the scan [B, token, channel], gated and normalised in the order of the family."""
-        if self.shape.norm is None:
+        """What tokens read from the state, [B, token, channel], gated and normalised in the order of the
+        family; gate: of the same shape; dtype: of the result."""
+        if self.spec.norm is None:
             return (read * gate).to(dtype)
-        if self.shape.norm == "before gate":
+        if self.spec.norm == "before gate":
             return (self._unit(read) * self.weights["norm"] * gate).to(dtype)
         return self.weights["norm"] * self._unit(read * gate).to(dtype)
 
     def _unit(self, x: Tensor) -> Tensor:
-        """x [B, token, channel] divided by the root mean square of each group."""
-        groups: Tensor = x.unflatten(-1, (self.shape.groups, -1))
-        scale = torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + self.shape.norm_eps)
+        """x [B, token, channel], each group of channels divided by its root mean square."""
+        groups: Tensor = x.unflatten(-1, (self.spec.groups, -1))
+        scale = torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + self.spec.norm_eps)
         return (groups * scale).flatten(-2)

@@ -35,7 +35,15 @@ class PositionMixer(Protocol):
     torch-free description of the same part is `architectures.layer_summaries.Mixer`."""
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """Normalised x [B, token, D] -> output that is added to the residual stream, [B, kept, D]."""
+        """Output that is added to the residual stream, [B, kept, D]; kept: the tokens whose output is needed
+        later.
+
+        Arguments:
+            x: normalised stream [B, token, D].
+            layer: number of the layer.
+            history: finds the earlier tokens and mixes the positions.
+            taps: captures and interventions of the pass, called at its hook points.
+        """
         ...
 
 
@@ -48,21 +56,22 @@ class ChannelMixer(Protocol):
 
 
 def strip_prefix(tensors: LayerTensors, prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names start with a prefix, without it: for "ssm.", "ssm.A_log" becomes "A_log"."""
+    """Tensors whose names start with a prefix, by their names without it: for "ssm.", "ssm.A_log" becomes
+    "A_log"."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def split_heads(x: Tensor, width: int) -> Tensor:
-    """[B, token, head * width] -> [B, head, token, width]."""
+    """Heads side by side, x [B, token, head * width] -> an axis of heads, [B, head, token, width]."""
     # torch's own unflatten is two more calls in Python.
     return x.reshape(*x.shape[:-1], -1, width).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """[B, head, token, width] -> [B, token, head * width]."""
+    """An axis of heads, x [B, head, token, width] -> heads side by side, [B, token, head * width]."""
     return x.transpose(1, 2).flatten(2)
 
 
 def upcast(x: Tensor) -> Tensor:
-    """x in float32, or in float64 if it already is."""
+    """x in float32, or unchanged if it is float64."""
     return x if x.dtype == torch.float64 else x.float()

@@ -16,19 +16,19 @@ __all__ = ["Mlp", "mlp_weights"]
 
 
 class Mlp:
-    """The MLP of one layer (`ChannelMixer`)."""
+    """The MLP of one layer with its weights."""
 
-    def __init__(self, shape: MlpSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, mlp_weights(tensors)
+    def __init__(self, spec: MlpSpec, tensors: LayerTensors) -> None:
+        self.spec, self.weights = spec, mlp_weights(tensors)
 
     def __call__(self, x: Tensor, layer: int, taps: Taps) -> Tensor:
-        """See `ChannelMixer`."""
-        s = self.shape
-        return mlp(x, self.weights, s.activation, layer, taps, s.inner_norm_eps, s.sparsity)
+        """Normalised stream x [B, kept, D] -> output that is added to the residual stream, [B, kept, D]."""
+        spec = self.spec
+        return mlp(x, self.weights, spec.activation, layer, taps, spec.inner_norm_eps, spec.sparsity)
 
 
 def mlp_weights(tensors: LayerTensors) -> MlpWeights:
-    """Select the weights of the MLP from those of a layer."""
+    """Weights of a layer's MLP, selected from all weights of the layer by name."""
     parts, names = parts_of(tensors), {field.name for field in fields(MlpWeights)}
     weights = {name: part for name, part in parts.items() if name in names}
     return MlpWeights(**weights, activation=strip_prefix(tensors, "act."))

@@ -29,21 +29,22 @@ __all__ = ["Mlstm"]
 
 
 class Mlstm:
-    """The mLSTM of one layer (`PositionMixer`)."""
+    """The mLSTM of one layer: a matrix memory with exponential input gates."""
 
-    def __init__(self, shape: MlstmSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, _rearranged(strip_prefix(tensors, "mlstm."), shape)
-        self._memory = MatrixMemory(shape.eps)
+    def __init__(self, spec: MlstmSpec, tensors: LayerTensors) -> None:
+        self.spec, self.weights = spec, _rearranged(strip_prefix(tensors, "mlstm."), spec)
+        self._memory = MatrixMemory(spec.eps)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
-        """See `PositionMixer`."""
-        s = self.shape
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, kept, D];
+        kept: the tokens whose output later layers need."""
+        spec = self.spec
         gate = torch.sigmoid(self._projected(history.needed(x), "ogate_preact"))
-        gate = taps("mlstm_gate", layer, split_heads(gate, s.value_size))
-        queries = split_heads(self._projected(x, "q"), s.key_size) * s.key_size**-0.5
+        gate = taps("mlstm_gate", layer, split_heads(gate, spec.value_size))
+        queries = split_heads(self._projected(x, "q"), spec.key_size) * spec.key_size**-0.5
         tokens = {"q": taps("mlstm_q", layer, queries)}
-        tokens["k"] = taps("mlstm_k", layer, split_heads(self._projected(x, "k"), s.key_size))
-        tokens["v"] = taps("mlstm_v", layer, split_heads(self._projected(x, "v"), s.value_size))
+        tokens["k"] = taps("mlstm_k", layer, split_heads(self._projected(x, "k"), spec.key_size))
+        tokens["v"] = taps("mlstm_v", layer, split_heads(self._projected(x, "v"), spec.value_size))
         tokens["input"] = taps("mlstm_input", layer, self._capped(x, "igate_preact"))
         tokens["log_decay"] = F.logsigmoid(self._capped(x, "fgate_preact"))
         read = taps("mlstm_out", layer, scan(self._memory, tokens, layer, history, taps, "mlstm"))
@@ -53,32 +54,33 @@ class Mlstm:
         return self._projected(merge_heads(gate) * normed, "out")
 
     def _projected(self, x: Tensor, name: str) -> Tensor:
+        """x [B, token, D] times the matrix called `name`, plus its bias if there is one."""
         return product(x, self.weights[name], self.weights.get(f"{name}.bias"))
 
     def _capped(self, x: Tensor, name: str) -> Tensor:
-        """Soft-capped gate before its activation, [B, head, token, 1]."""
-        cap = self.shape.gate_cap
+        """Soft-capped input or forget gate before its activation, [B, head, token, 1], from the normalised
+        stream x [B, token, D]; name: of its projection."""
+        cap = self.spec.gate_cap
         return split_heads(cap * torch.tanh(upcast(self._projected(x, name)) / cap), 1)
 
     def _normed(self, read: Tensor, dtype: torch.dtype) -> Tensor:
-        """Output of the memory [B, head, token, V], normalised per head to mean 0 and variance 1."""
-        width = (self.shape.value_size,)
-        return F.layer_norm(upcast(read.to(dtype)), width, eps=self.shape.norm_eps).to(dtype)
+        """What tokens read from the memory, [B, head, token, V], normalised per head to mean 0 and variance
+        1; dtype: of the result."""
+        width = (self.spec.value_size,)
+        return F.layer_norm(upcast(read.to(dtype)), width, eps=self.spec.norm_eps).to(dtype)
 
 
-def _rearranged(w: Mapping[str, Tensor], shape: MlstmSpec) -> dict[str, Tensor]:
-    """Weights of both checkpoint layouts under the names of the unfused one: fused projections are split."""
-    if not shape.is_fused:
+def _rearranged(w: Mapping[str, Tensor], spec: MlstmSpec) -> dict[str, Tensor]:
+    """Weights by name in one layout for both kinds of checkpoints: fused projections are split into those to
+    queries, keys, values and output gate, and into those to input and forget gate."""
+    if not spec.is_fused:
         return dict(w)
-    found = {name: tensor for name, tensor in w.items() if not name.startswith(("qkvo", "gates"))}
+    separated = {name: tensor for name, tensor in w.items() if not name.startswith(("qkvo", "gates"))}
     for suffix in ("", ".bias"):
         if f"qkvo{suffix}" in w:
-            parts = w[f"qkvo{suffix}"].split(shape.parts)
-            found |= {
-                f"{n}{suffix}": part for n, part in zip(("q", "k", "v", "ogate_preact"), parts, strict=True)
-            }
-        both = w[f"gates{suffix}"].chunk(2)
-        found |= {
-            f"{n}{suffix}": part for n, part in zip(("igate_preact", "fgate_preact"), both, strict=True)
-        }
-    return found
+            parts = w[f"qkvo{suffix}"].split(spec.parts)
+            for name, part in zip(("q", "k", "v", "ogate_preact"), parts, strict=True):
+                separated[f"{name}{suffix}"] = part
+        input_gate, forget_gate = w[f"gates{suffix}"].chunk(2)
+        separated[f"igate_preact{suffix}"], separated[f"fgate_preact{suffix}"] = input_gate, forget_gate
+    return separated

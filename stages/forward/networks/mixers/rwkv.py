@@ -30,17 +30,18 @@ from .mixer import LayerTensors, merge_heads, split_heads, strip_prefix, upcast
 __all__ = ["ChannelMix", "TimeMix", "time_mix"]
 
 FIRST_VALUES = "first_values"
-"""Name in `Carried` of the values of layer 0 [B, token, channel], which all layers of RWKV-7 mix with
-theirs."""
+"""Name among the tensors that layers pass on (`Carried`): values of layer 0 [B, token, channel], which all
+later layers of RWKV-7 mix with their own."""
 DECAY_SCALE = -0.6065306597126334
 """-exp(-1/2): the strongest log-decay of RWKV-7."""
 
 
 class TimeMix:
-    """The time mix of one layer; subclasses compute the versions."""
+    """The time mix of one RWKV layer, which mixes positions; each subclass computes one or two versions of
+    RWKV."""
 
-    def __init__(self, shape: TimeMixSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, _flat_vectors(strip_prefix(tensors, "rwkv."))
+    def __init__(self, spec: TimeMixSpec, tensors: LayerTensors) -> None:
+        self.spec, self.weights = spec, _flat_vectors(strip_prefix(tensors, "rwkv."))
         if (mixes := self.weights.pop("mixes", None)) is not None:
             self.weights |= {f"mix_{mix}": row for mix, row in zip(MIXES, mixes, strict=True)}
 
@@ -49,25 +50,32 @@ class TimeMix:
 
         Arguments:
             x: normalised stream, [B, token, D].
-            layer: the layer.
+            layer: number of the layer.
             history: runs the recurrence, and knows the previous tokens.
-            taps: hook points of the pass.
+            taps: captures and interventions of the pass, called at its hook points.
             beside: tensors carried in addition to the stream; layer 0 of RWKV-7 adds its values.
 
         Returns:
-            [B, token, D], for all tokens that enter the layer.
+            Output [B, token, D], for all tokens that enter the layer.
         """
         raise NotImplementedError
 
     def _normed(self, x: Tensor) -> Tensor:
-        """Group norm of [B, head, token, V], one group per head."""
+        """What tokens read from the state, x [B, head, token, V], after a group norm with one group per head;
+        same shape."""
         w, rows = self.weights, x.transpose(1, 2)
         gain, bias = w["head_norm"].to(x.dtype), w["head_norm.bias"].to(x.dtype)
-        flat = F.group_norm(rows.flatten(2).flatten(0, 1), self.shape.heads, gain, bias, self.shape.norm_eps)
+        flat = F.group_norm(rows.flatten(2).flatten(0, 1), self.spec.heads, gain, bias, self.spec.norm_eps)
         return flat.view(rows.shape).transpose(1, 2)
 
     def _written(self, x: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Output projection of [B, head, token, V], after the gate if there is one: [B, token, D]."""
+        """Output of the time mix, [B, token, D]: output projection of x [B, head, token, V] times the gate.
+
+        Arguments:
+            x: normalised values that tokens read from the state.
+            gate: gate of the same shape; None for versions without one.
+            dtype: dtype of the result.
+        """
         x = x if gate is None else x * gate
         return product(merge_heads(x).to(dtype), self.weights["o"])
 
@@ -76,11 +84,13 @@ class TimeMix4(TimeMix):
     """RWKV-4: exponentially weighted average of values, per channel."""
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps, beside: Carried) -> Tensor:
-        """See `TimeMix`."""
-        w, size = self.weights, self.shape.head_dim
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, token, D].
+        beside: tensors that are passed from layer to layer besides the stream, by name."""
+        w, size = self.weights, self.spec.head_dim
         previous = history.before(layer, "time mix", x, 1)[:, :, 0]
-        mixed = {s: torch.lerp(previous, x, w[f"mix_{s}"]) for s in "rkv"}
-        r, k, v = (taps(f"rwkv_{s}", layer, split_heads(product(mixed[s], w[s]), size)) for s in "rkv")
+        mixed = {part: torch.lerp(previous, x, w[f"mix_{part}"]) for part in "rkv"}
+        projected = {part: split_heads(product(mixed[part], w[part]), size) for part in "rkv"}
+        r, k, v = (taps(f"rwkv_{part}", layer, projected[part]) for part in "rkv")
         # Stored as log(-w), so that every trained value decays.
         recurrence = ExponentialAverage(-torch.exp(w["decay"].float()), w["bonus"].float())
         tokens = {"k": merge_heads(k)[:, None], "v": merge_heads(v)[:, None]}
@@ -94,12 +104,14 @@ class TimeMix5And6(TimeMix):
     the state before its own write."""
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps, beside: Carried) -> Tensor:
-        """See `TimeMix`."""
-        s, w, size, is_6 = self.shape, self.weights, self.shape.head_dim, self.shape.generation == 6
-        mixed = self._mixed(x, history.before(layer, "time mix", x, 1)[:, :, 0])
-        r, k, v = (taps(f"rwkv_{s}", layer, split_heads(product(mixed[s], w[s]), size)) for s in "rkv")
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, token, D].
+        beside: tensors that are passed from layer to layer besides the stream, by name."""
+        spec, w, size, is_6 = self.spec, self.weights, self.spec.head_dim, self.spec.generation == 6
+        mixed = self._token_shifted(x, history.before(layer, "time mix", x, 1)[:, :, 0])
+        projected = {part: split_heads(product(mixed[part], w[part]), size) for part in "rkv"}
+        r, k, v = (taps(f"rwkv_{part}", layer, projected[part]) for part in "rkv")
         gate = None
-        if s.has_gate:
+        if spec.has_gate:
             gate = taps("rwkv_g", layer, split_heads(F.silu(product(mixed["g"], w["g"])), size))
         exponent = w["decay"]
         if is_6:
@@ -109,22 +121,26 @@ class TimeMix5And6(TimeMix):
             log_decay = split_heads(log_decay, size)
         else:
             # Contiguous, because taps may write into it, and an expanded view shares memory between tokens.
-            log_decay = log_decay.reshape(1, s.heads, 1, -1).expand_as(k).contiguous()
-        bonus = upcast(w["bonus"]).reshape(s.heads, -1).expand(-1, size)
+            log_decay = log_decay.reshape(1, spec.heads, 1, -1).expand_as(k).contiguous()
+        bonus = upcast(w["bonus"]).reshape(spec.heads, -1).expand(-1, size)
         tokens = {"q": r, "k": k, "v": v, "log_decay": log_decay}
         read = scan(LinearRecurrence("before", bonus=bonus), tokens, layer, history, taps, "rwkv")
         return self._written(self._normed(taps("rwkv_wkv_out", layer, read)), gate, x.dtype)
 
-    def _mixed(self, x: Tensor, previous: Tensor) -> dict[str, Tensor]:
-        """Inputs of the projections: interpolations of a token and the previous one (token shift)."""
+    def _token_shifted(self, x: Tensor, previous: Tensor) -> dict[str, Tensor]:
+        """Inputs of the projections by name ("r", "k", "v", …), each [B, token, D]: interpolations of each
+        token x and the previous token (token shift), both [B, token, D]."""
         w = self.weights
-        if self.shape.generation == 5:
-            return {s: torch.lerp(previous, x, w[f"mix_{s}"]) for s in ("rkvg" if "g" in w else "rkv")}
+        if self.spec.generation == 5:
+            parts = "rkvg" if "g" in w else "rkv"
+            return {part: torch.lerp(previous, x, w[f"mix_{part}"]) for part in parts}
         difference = previous - x
-        low = torch.tanh((x + difference * w["mix_x"]) @ w["mix_w1"]).unflatten(-1, (5, -1))
-        shares = torch.einsum("btsm,smh->sbth", low, w["mix_w2"])
+        # Version 6: the share of the previous token depends on the token, by five low-rank maps.
+        low_rank = torch.tanh((x + difference * w["mix_x"]) @ w["mix_w1"]).unflatten(-1, (5, -1))
+        shares = torch.einsum("btsm,smh->sbth", low_rank, w["mix_w2"])
         # Order of the five maps in the checkpoint.
-        return {s: x + difference * (w[f"mix_{s}"] + share) for s, share in zip("wkvrg", shares, strict=True)}
+        shares_by_part = zip("wkvrg", shares, strict=True)
+        return {part: x + difference * (w[f"mix_{part}"] + share) for part, share in shares_by_part}
 
 
 class TimeMix7(TimeMix):
@@ -132,18 +148,19 @@ class TimeMix7(TimeMix):
     write."""
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps, beside: Carried) -> Tensor:
-        """See `TimeMix`."""
-        w, size = self.weights, self.shape.head_dim
+        """Normalised stream x [B, token, D] -> output that is added to the residual stream, [B, token, D].
+        beside: tensors that are passed from layer to layer besides the stream, by name."""
+        w, size = self.weights, self.spec.head_dim
         previous = history.before(layer, "time mix", x, 1)[:, :, 0]
         # Version 7 stores the share of the previous token, version 4 that of the token itself.
-        mixed = {s: torch.lerp(x, previous, w[f"mix_{s}"]) for s in MIXES}
+        mixed = {part: torch.lerp(x, previous, w[f"mix_{part}"]) for part in MIXES}
         r = taps("rwkv_r", layer, split_heads(product(mixed["r"], w["r"]), size))
         raw_k, v = product(mixed["k"], w["k"]), product(mixed["v"], w["v"])
         kk = taps("rwkv_kk", layer, F.normalize(split_heads(raw_k * w["k_k"], size), dim=-1))
         a = taps("rwkv_a", layer, split_heads(torch.sigmoid(self._low_rank(mixed, "a")), size))
         k = split_heads(raw_k, size) * (1 + (a - 1) * w["k_a"].view(-1, 1, size))
         k = taps("rwkv_k", layer, k)
-        if self.shape.reads_first_values:
+        if self.spec.reads_first_values:
             v = torch.lerp(v, beside[FIRST_VALUES], torch.sigmoid(self._low_rank(mixed, "v")))
         else:
             beside[FIRST_VALUES] = v
@@ -162,7 +179,8 @@ class TimeMix7(TimeMix):
         return self._written(read, gate, x.dtype)
 
     def _low_rank(self, mixed: dict[str, Tensor], name: str) -> Tensor:
-        """Low-rank map with bias of a mixed input."""
+        """Low-rank map with bias of the token-shifted input called `name` ("a", "v"), [B, token, channel];
+        mixed: token-shifted inputs by name."""
         w = self.weights
         return product(product(mixed[name], w[f"{name}1"]), w[f"{name}2"], w[f"{name}0"])
 
@@ -171,22 +189,22 @@ VERSIONS = {4: TimeMix4, 5: TimeMix5And6, 6: TimeMix5And6, 7: TimeMix7}
 """Version of RWKV -> class of its time mix."""
 
 
-def time_mix(shape: TimeMixSpec, tensors: LayerTensors) -> TimeMix:
-    """The time mix of one layer."""
-    return VERSIONS[shape.generation](shape, tensors)
+def time_mix(spec: TimeMixSpec, tensors: LayerTensors) -> TimeMix:
+    """The time mix of one layer, of the class for its version of RWKV."""
+    return VERSIONS[spec.generation](spec, tensors)
 
 
 class ChannelMix:
-    """The channel mix of one layer."""
+    """The channel mix of one RWKV layer: an MLP on a mix of each token and the previous one."""
 
-    def __init__(self, shape: ChannelMixSpec, tensors: LayerTensors) -> None:
-        self.shape, self.weights = shape, _flat_vectors(strip_prefix(tensors, "shifted."))
+    def __init__(self, spec: ChannelMixSpec, tensors: LayerTensors) -> None:
+        self.spec, self.weights = spec, _flat_vectors(strip_prefix(tensors, "shifted."))
         up, down = Linear(self.weights.pop("up")), Linear(self.weights.pop("down"))
         self.mlp = MlpWeights(up=up, down=down)
 
     def __call__(self, x: Tensor, layer: int, history: History, taps: Taps) -> Tensor:
         """Normalised x [B, token, D] -> output that is added to the residual stream, [B, kept, D]."""
-        w, generation = self.weights, self.shape.generation
+        w, generation = self.weights, self.spec.generation
         previous = history.needed(history.before(layer, "channel mix", x, 1)[:, :, 0])
         x = history.needed(x)
         # Versions 4 and 5 store the share of the token itself, 6 and 7 that of the previous one.
@@ -198,6 +216,6 @@ class ChannelMix:
 
 
 def _flat_vectors(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights whose vectors are [channel]; checkpoints store [1, 1, channel] or [channel], depending on the
-    training code."""
+    """Weights by name, with all vectors of shape [channel]; checkpoints store [1, 1, channel] or [channel],
+    depending on the training code."""
     return {name: x.flatten() if x.shape[:2] == (1, 1) else x for name, x in weights.items()}

@@ -28,12 +28,13 @@ __all__ = ["SharedBlock"]
 
 
 class SharedBlock:
-    """The shared block, as one layer uses it."""
+    """A block of attention and MLP that several layers share, with the weights that one layer uses
+    (Zamba)."""
 
-    def __init__(self, shape: SharedBlockSpec, tensors: LayerTensors) -> None:
+    def __init__(self, spec: SharedBlockSpec, tensors: LayerTensors) -> None:
         shared = strip_prefix(tensors, "shared.")
-        self.shape = shape
-        self.attention, self.mlp = SelfAttention(shape.attention, shared), Mlp(shape.mlp, shared)
+        self.spec = spec
+        self.attention, self.mlp = SelfAttention(spec.attention, shared), Mlp(spec.mlp, shared)
         self._norms = {"shared": NormWeights(shared["ln"]), "ln2": NormWeights(tensors["ln2"])}
         self._out = shared["out"]
 
@@ -43,9 +44,9 @@ class SharedBlock:
         Arguments:
             x: residual stream [B, token, D].
             start: token embeddings [B, token, D].
-            layer: the layer.
+            layer: number of the layer.
             history: mixes the positions.
-            taps: hook points of the pass.
+            taps: captures and interventions of the pass, called at its hook points.
         """
         h = self._normed(torch.cat([x, start], dim=-1), "shared", layer, taps)
         h = taps("shared_attn_out", layer, self.attention(h, layer, history, taps))
@@ -54,4 +55,6 @@ class SharedBlock:
         return taps("shared_out", layer, product(h, self._out))
 
     def _normed(self, x: Tensor, name: str, layer: int, taps: Taps) -> Tensor:
-        return normalise(x, self._norms[name], "rms", self.shape.norm_eps, taps, name, layer)
+        """x [B, token, width] after the block's norm called `name`, "shared" or "ln2", with its hook
+        points."""
+        return normalise(x, self._norms[name], "rms", self.spec.norm_eps, taps, name, layer)

@@ -25,7 +25,13 @@ LENGTH = 32
 
 
 def by_chunks(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Kernel for many tokens and any decay (terms.Kernel)."""
+    """What each token reads from the state, [B, H, T, V], and the state after the last token, [B, H, K, V],
+    computed in chunks of tokens: the kernel for many tokens and any decay.
+
+    Arguments:
+        terms: Inputs of the linear recurrence at each token.
+        state: State before the first token, [B, H, K, V].
+    """
     length = terms.values.shape[2]
     if terms.correction is None:
         read, state = _diagonal(terms, state)
@@ -35,27 +41,33 @@ def by_chunks(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunked(x: Tensor) -> Tensor:
-    """[B, H, T, width] -> [chunk, C, width], padded with zeros: tokens that do not change the state."""
+    """Tokens x [B, H, T, width] cut into chunks, [chunk, C, width], padded with zeros: tokens that do not
+    change the state."""
     missing = -x.shape[2] % LENGTH
     filled = F.pad(x, (0, 0, 0, missing)) if missing else x
     return filled.reshape(-1, LENGTH, x.shape[3])
 
 
 def _diagonal(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Reads [B, H, chunk, C, V] and the final state, for a diagonal transition."""
-    heads, values = state.shape[:2], _chunked(terms.values)
+    """What tokens read, [B, H, chunk, C, V], and the state after the last chunk, [B, H, K, V], for a
+    recurrence without correction. state: before the first chunk."""
+    batch_and_heads, values = state.shape[:2], _chunked(terms.values)
     pairs = _paired((terms.queries,), (terms.keys,), terms.log_decay)
-    written = pairs.keys[:, 0].mT @ values
-    decay, written = (x.unflatten(0, (*heads, -1)) for x in (pairs.total.mT, written))
+    written = (pairs.keys[:, 0].mT @ values).unflatten(0, (*batch_and_heads, -1))
+    decay = pairs.total.mT.unflatten(0, (*batch_and_heads, -1))
     starts, state = _walk(decay, written, state)
-    read = torch.baddbmm(pairs.products[:, 0, 0] @ values, pairs.queries[:, 0], starts.flatten(0, 2))
-    return read.unflatten(0, (*heads, -1)), state
+    read_within = pairs.products[:, 0, 0] @ values
+    read = torch.baddbmm(read_within, pairs.queries[:, 0], starts.flatten(0, 2))
+    return read.unflatten(0, (*batch_and_heads, -1)), state
 
 
 def _walk(decay: Tensor, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """States before each chunk, [B, H, chunk, K, V], and after the last one.
+    """State before each chunk, [B, H, chunk, K, V], and after the last one, [B, H, K, V].
 
-    decay: of whole chunks, [B, H, chunk, K or 1, 1]; written: contributions of chunks, [B, H, chunk, K, V].
+    Arguments:
+        decay: Decay of the state over each whole chunk, [B, H, chunk, K or 1, 1].
+        written: What each chunk adds to the state, [B, H, chunk, K, V].
+        state: State before the first chunk, [B, H, K, V].
     """
     starts = []
     for chunk_decay, chunk_written in zip(decay.unbind(2), written.unbind(2), strict=True):
@@ -65,59 +77,70 @@ def _walk(decay: Tensor, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor
 
 
 def _corrected(terms: Terms, alpha: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """`_diagonal` with a rank-one correction. Alphas and queries read the same state, so they are rows of one
-    matrix."""
-    heads, values = state.shape[:2], _chunked(terms.values)
+    """What tokens read, [B, H, chunk, C, V], and the state after the last chunk, [B, H, K, V], for a
+    recurrence with a rank-one correction: S decays, and beta (alpha^T S) is added to it.
+
+    Arguments:
+        terms: Inputs at each token.
+        alpha: Vectors that read the state before a token, [B, H, T, K].
+        beta: Vectors under which the correction is written, [B, H, T, K].
+        state: State before the first chunk, [B, H, K, V].
+    """
+    batch_and_heads, values = state.shape[:2], _chunked(terms.values)
+    # Alphas and queries read the same state, so they are rows of one matrix; betas and keys write it.
     pairs = _paired((alpha, terms.queries), (beta, terms.keys), terms.log_decay)
-    of_beta, of_key = pairs.products.unbind(1)
+    products_with_beta, products_with_key = pairs.products.unbind(1)
     chunks = Chunks(
-        pairs.queries.flatten(1, 2),
-        of_key.flatten(1, 2) @ values,
-        _resolvent(of_beta[:, 0]),
-        pairs.total.mT,
-        pairs.keys[:, 1].mT @ values,
-        pairs.keys[:, 0].mT,
+        reading=pairs.queries.flatten(1, 2),
+        within=products_with_key.flatten(1, 2) @ values,
+        resolvent=_resolvent(products_with_beta[:, 0]),
+        decay=pairs.total.mT,
+        written=pairs.keys[:, 1].mT @ values,
+        beta=pairs.keys[:, 0].mT,
     )
     # B and H merged once here; batched products would do it at every step.
     rows = state.flatten(0, 1)
-    corrections, read, last = _walk_corrected(
-        Chunks(*(x.unflatten(0, (len(rows), -1)) for x in chunks)), rows
-    )
-    read = torch.baddbmm(read.flatten(0, 1), of_beta[:, 1], corrections.flatten(0, 1))
-    return read.unflatten(0, (*heads, -1)), last.unflatten(0, heads)
+    by_row = Chunks(*(x.unflatten(0, (len(rows), -1)) for x in chunks))
+    corrections, read, last = _walk_corrected(by_row, rows)
+    read = torch.baddbmm(read.flatten(0, 1), products_with_beta[:, 1], corrections.flatten(0, 1))
+    return read.unflatten(0, (*batch_and_heads, -1)), last.unflatten(0, batch_and_heads)
 
 
 class Chunks(NamedTuple):
-    """Matrices by which chunks read and update the state S before them, each [row of B H, chunk, ...]."""
+    """Matrices by which each chunk reads and updates the state S before it, each [row, chunk, ...]; row = one
+    head of one prompt. u: what the correction of each token of the chunk reads, alpha^T S, [C, V]."""
 
     reading: Tensor
-    """[2 C, K]: alphas, then queries, which multiply S."""
+    """Alphas, then queries of the chunk, [2 C, K], which multiply S."""
     within: Tensor
-    """[2 C, V]: what both read from values of their own chunk, without u."""
+    """What alphas and queries read from values of their own chunk, without corrections, [2 C, V]."""
     resolvent: Tensor
-    """[C, C]: maps what alphas read to u."""
+    """Matrix [C, C] that maps what alphas read without corrections to u."""
     decay: Tensor
-    """[K or 1, 1]: decay of S over the chunk."""
+    """Decay of S over the chunk, [K or 1, 1]."""
     written: Tensor
-    """[K, V]: what the chunk's values add to the state after it."""
+    """What the chunk's values add to the state after it, [K, V]."""
     beta: Tensor
-    """[K, C]: maps u to what it adds to the state after the chunk."""
+    """Matrix [K, C] that maps u to what the corrections add to the state after the chunk."""
 
 
 def _walk_corrected(chunks: Chunks, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """u and what queries read without u, each [row, chunk, C, V], and the final state, [row, K, V]."""
+    """What the corrections (u) and, without them, the queries read in each chunk, each [row, chunk, C, V];
+    and the state after the last chunk, [row, K, V]. state: before the first chunk."""
     corrections, read = [], []
     for reading, within, resolvent, decay, written, beta in zip(*(x.unbind(1) for x in chunks), strict=True):
-        of_alpha, of_query = torch.baddbmm(within, reading, state).chunk(2, dim=1)
-        u = resolvent @ of_alpha
+        read_by_alpha, read_by_query = torch.baddbmm(within, reading, state).chunk(2, dim=1)
+        u = resolvent @ read_by_alpha
         state = torch.baddbmm(torch.addcmul(written, decay, state), beta, u)
         corrections.append(u)
-        read.append(of_query)
+        read.append(read_by_query)
     return torch.stack(corrections, dim=1), torch.stack(read, dim=1), state
 
 
 def _paired(queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], log_decay: Tensor) -> ChunkPairs:
-    rows, columns = (torch.stack([_chunked(x) for x in side], dim=1) for side in (queries, keys))
+    """Decayed queries and keys of all chunks, and their products within chunks (`pair`), from several kinds
+    of queries and keys, each [B, H, T, K]; log_decay [B, H, T, K or 1]."""
+    rows, columns = (torch.stack([_chunked(x) for x in kinds], dim=1) for kinds in (queries, keys))
     return pair(rows, columns, _chunked(log_decay))
 
 

@@ -14,10 +14,11 @@ _EPS = 1e-10
 
 
 def effective_attention(alpha: Tensor) -> Tensor:
-    """Signed weights [..., query, source] over *all* sources -> max(alpha, 0), scaled to sum to 1 per query.
+    """Positive part of signed weights alpha [..., query, source], scaled to sum to 1 over the sources of each
+    query.
 
-    The sum is 0 for a query without positive weights. The result times v is not the output of the recurrence:
-    only alpha @ v is.
+    The sum is 0 for a query without positive weights. The result times the values is not the output of the
+    recurrence: only alpha @ v is. alpha must hold *all* sources of a query.
     """
     positive = alpha.relu()
     return positive / (positive.sum(-1, keepdim=True) + _EPS)

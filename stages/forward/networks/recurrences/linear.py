@@ -59,7 +59,8 @@ _MANY = 512
 
 @dataclass(frozen=True, eq=False)
 class LinearRecurrence:
-    """A linear recurrence (recurrence.Recurrence).
+    """A linear recurrence: a state with a decay, a rank-one correction and an outer product written at each
+    token.
 
     Its inputs, each [B, H, T, width]: "q" and "k" (K), "v" (V); "log_decay" (K, or 1 for one per head), the
     natural logarithm of the decay factor, down to -inf; optionally "alpha" and "beta" (K), and "write" (1), a
@@ -73,9 +74,11 @@ class LinearRecurrence:
     """"after": a token reads the state after its own write; "before": the state before it, and its own value
     through the bonus."""
     bonus: Tensor | None = None
-    """u of the formula, [H, K]."""
+    """Vector u [H, K] by which a token reads its own value, sum(q u k) v, with readout "before"; None with
+    readout "after"."""
     kernel: Choice = "auto"
-    """Which kernel computes it; see the table above."""
+    """Algorithm: "step", a loop over tokens; "chunk", matrix products over chunks; "auto" for the faster
+    one."""
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -83,16 +86,24 @@ class LinearRecurrence:
             ("kernel", self.kernel, get_args(Choice)),
         ):
             if value not in allowed:
-                raise ConfigError(f"expected {name} to be one of {allowed}, found {value!r}")
-        if (self.readout == "before") == (self.bonus is None):
+                raise ConfigError(
+                    f"expected {name} of a LinearRecurrence to be one of {', '.join(allowed)}, found "
+                    f"{value!r}"
+                )
+        if self.readout == "before" and self.bonus is None:
             raise ConfigError(
-                "expected a bonus with readout 'before' and none with 'after', found "
-                f"{'none' if self.bonus is None else 'one'} with "
-                f"{self.readout!r}; give zeros where no token reads itself"
+                "expected a LinearRecurrence with readout 'before' to have a bonus, found none; give zeros "
+                "if no token reads its own value"
+            )
+        if self.readout == "after" and self.bonus is not None:
+            raise ConfigError(
+                "expected a LinearRecurrence with readout 'after' to have no bonus, found one; leave it out, "
+                "or use readout 'before'"
             )
 
     def __call__(self, tokens: Tokens, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What tokens read, [B, H, T, V], and the state after the last one, [B, H, K, V]."""
+        """What each token reads, [B, H, T, V], and the state after the last token, [B, H, K, V]. state:
+        before the first token, of the same shape; None for zeros."""
         tokens = widened(tokens)
         terms = self._terms(tokens)
         if state is None:
@@ -101,8 +112,7 @@ class LinearRecurrence:
         return torch.addcmul(read, self._own_weight(tokens), terms.values), state
 
     def read(self, tokens: Tokens, before: Tensor, after: Tensor) -> Tensor:
-        """What one token reads, [B, H, 1, V], from the states before and after it, each [B, H, K, V].
-        See `Recurrence.read`."""
+        """What one token reads, [B, H, 1, V], from the states before and after it, each [B, H, K, V]."""
         tokens = widened(tokens)
         if self.bonus is None:
             return tokens["q"] @ after.to(tokens["q"].dtype)
@@ -110,9 +120,11 @@ class LinearRecurrence:
         return torch.addcmul(read, self._own_weight(tokens), tokens["v"])
 
     def weights(self, tokens: Tokens, *, start: int = 0, stop: int | None = None) -> Tensor:
-        """Effective attention alpha [B, H, T, stop - start], signed. See `Recurrence.weights`.
+        """Effective attention alpha [B, H, T, stop - start], signed: the weight of each source's value in
+        what each query reads, from an empty state.
 
-        It includes the factors "write"; the diagonal includes the bonus, without "write".
+        It includes the factors "write"; the diagonal includes the bonus, without "write". start, stop: range
+        of the sources; None for all sources from `start` on.
         """
         length = tokens["k"].shape[2]
         begin, end, _ = slice(start, stop).indices(length)
@@ -125,7 +137,7 @@ class LinearRecurrence:
         return F.pad(alpha, (0, 0, begin, 0))
 
     def _terms(self, tokens: Tokens) -> Terms:
-        """Inputs in the common form of the kernels, which read the state before a token."""
+        """Inputs in the form that both kernels take, in which each query reads the state before its token."""
         queries, beta = tokens["q"], tokens.get("beta")
         correction = None if beta is None else (tokens["alpha"], beta)
         if self.bonus is None:
@@ -146,6 +158,7 @@ class LinearRecurrence:
         return weight * tokens["write"] if "write" in tokens else weight
 
     def _kernel(self, terms: Terms) -> Kernel:
+        """The algorithm for these inputs: the chosen one, or with "auto" the one that measured faster."""
         batch, heads, length, width = terms.values.shape
         if self.kernel == "auto":
             by_steps = length <= _FEW or (width == 1 and batch * heads >= _MANY)

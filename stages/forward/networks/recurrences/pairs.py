@@ -30,35 +30,40 @@ class ChunkPairs(NamedTuple):
     """Queries and keys of chunks with decays applied, and their products."""
 
     queries: Tensor
-    """[chunk, I, C, K], times the decay from the start of the chunk: they read the state before the chunk."""
+    """Queries [chunk, I, C, K], times the decay from the start of the chunk, so that they read the state
+    before the chunk."""
     keys: Tensor
-    """[chunk, J, C, K], times the decay to the end of the chunk: they write the state after the chunk."""
+    """Keys [chunk, J, C, K], times the decay to the end of the chunk, so that they write the state after the
+    chunk."""
     total: Tensor
-    """[chunk, 1, K or 1]: decay over the whole chunk."""
+    """Decay of the state over the whole chunk, [chunk, 1, K or 1]."""
     products: Tensor
-    """[chunk, J, I, query, source]: decayed products within the chunk, 0 unless source < query."""
+    """Decayed products of queries and keys within the chunk, [chunk, J, I, query, source]; 0 unless source <
+    query."""
 
 
 def pair(queries: Tensor, keys: Tensor, log_decay: Tensor) -> ChunkPairs:
-    """Apply decays to chunks and compute the products of all pairs.
+    """Queries and keys of chunks with their decays, and the decayed products of all pairs within a chunk.
 
     Arguments:
         queries: [chunk, I, C, K]; C a power of two.
         keys: [chunk, J, C, K].
-        log_decay: [chunk, C, K], or [chunk, C, 1] for one decay per head.
+        log_decay: natural logarithm of the decay, [chunk, C, K], or [chunk, C, 1] for one decay per head.
     """
     if log_decay.shape[-1] == 1:
-        return _by_table(queries, keys, log_decay.squeeze(-1))
+        return _pair_by_table(queries, keys, log_decay.squeeze(-1))
     width = _safe_width(log_decay)
-    pairs = _of_blocks(_cut(queries, width), _cut(keys, width), _cut(log_decay.unsqueeze(1), width))
+    blocks = (_cut(x, width) for x in (queries, keys, log_decay.unsqueeze(1)))
+    pairs = _pair_blocks(*blocks)
     while pairs.queries.shape[2] < log_decay.shape[1]:
-        pairs = _joined(pairs)
+        pairs = _join_neighbours(pairs)
     return pairs
 
 
-def _by_table(queries: Tensor, keys: Tensor, log_decay: Tensor) -> ChunkPairs:
-    """`pair` for one decay per head. The table has an extra source before the chunk (its initial state) and
-    an extra query after it (its final state)."""
+def _pair_by_table(queries: Tensor, keys: Tensor, log_decay: Tensor) -> ChunkPairs:
+    """`pair` for one decay per head, log_decay [chunk, C], by a table of the decay between any two tokens.
+    The table has an extra source before the chunk (its initial state) and an extra query after it (its final
+    state)."""
     length = log_decay.shape[1]
     steps = F.pad(log_decay, (1, 0)).unsqueeze(-1).expand(-1, -1, length + 1)
     # Entry [t, s] sums log decays after source s and before query t; source 0 is the initial state.
@@ -73,21 +78,22 @@ def _by_table(queries: Tensor, keys: Tensor, log_decay: Tensor) -> ChunkPairs:
 
 
 def _safe_width(log_decay: Tensor) -> int:
-    """Largest block length, a power of two, over which no product of decays is too small to divide by."""
-    far, width = log_decay.detach().abs(), log_decay.shape[1]
-    while width > 1 and not bool(far.unflatten(1, (-1, width)).sum(2).amax() <= _FAR):
+    """Largest block length, a power of two, over which no product of decays is too small to divide by;
+    log_decay [chunk, C, K]."""
+    magnitude, width = log_decay.detach().abs(), log_decay.shape[1]
+    while width > 1 and not bool(magnitude.unflatten(1, (-1, width)).sum(2).amax() <= _FAR):
         width //= 2
     return width
 
 
 def _cut(x: Tensor, width: int) -> Tensor:
-    """[chunk, kind, C, K] -> blocks [chunk C / width, kind, width, K]."""
+    """Chunks x [chunk, kind, C, K] cut into blocks of `width` tokens: [chunk C / width, kind, width, K]."""
     blocks: Tensor = x.unflatten(2, (-1, width)).transpose(1, 2).flatten(0, 1)
     return blocks
 
 
-def _of_blocks(queries: Tensor, keys: Tensor, log_decay: Tensor) -> ChunkPairs:
-    """`pair` for blocks short enough to divide by their decays; log_decay [block, 1, width, K]."""
+def _pair_blocks(queries: Tensor, keys: Tensor, log_decay: Tensor) -> ChunkPairs:
+    """`pair` for blocks that are short enough to divide by their decays; log_decay [block, 1, width, K]."""
     decay, kinds = log_decay.exp(), (queries.shape[1], keys.shape[1])
     if decay.shape[2] == 1:
         return ChunkPairs(
@@ -101,8 +107,8 @@ def _of_blocks(queries: Tensor, keys: Tensor, log_decay: Tensor) -> ChunkPairs:
     return ChunkPairs(queries, keys * total, total.squeeze(2), products)
 
 
-def _joined(pairs: ChunkPairs) -> ChunkPairs:
-    """Join pairs of neighbouring blocks, an earlier (0) and a later one (1)."""
+def _join_neighbours(pairs: ChunkPairs) -> ChunkPairs:
+    """Blocks of twice the length: each joins two neighbouring blocks, an earlier (0) and a later one (1)."""
     (queries0, queries1), (keys0, keys1), (total0, total1), (products0, products1) = (
         x.unflatten(0, (-1, 2)).unbind(1) for x in pairs
     )
@@ -117,11 +123,12 @@ def _joined(pairs: ChunkPairs) -> ChunkPairs:
 
 
 def _by_kind(products: Tensor, queries: int, keys: int) -> Tensor:
-    """[chunk, I C, J C] -> [chunk, J, I, C, C]."""
+    """Products of all queries and keys [chunk, I C, J C] -> [chunk, J, I, C, C]; queries: number I of kinds
+    of queries; keys: number J of kinds of keys."""
     size = products.shape[2] // keys
     return products.view(len(products), queries, -1, keys, size).permute(0, 3, 1, 2, 4)
 
 
 def _below(length: int, like: Tensor) -> Tensor:
-    """Bool [length, length], True below the diagonal."""
+    """Bool matrix [length, length], True below the diagonal, on the device of the tensor `like`."""
     return torch.ones(length, length, dtype=torch.bool, device=like.device).tril(-1)

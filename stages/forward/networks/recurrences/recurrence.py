@@ -23,13 +23,13 @@ Tokens = Mapping[str, Tensor]
 
 
 class Recurrence(Protocol):
-    """A recurrence over tokens."""
+    """A recurrence over tokens: a state that each token decays, writes to and reads."""
 
     def __call__(self, tokens: Tokens, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Run over all tokens.
+        """Run the recurrence over all tokens.
 
         Arguments:
-            tokens: inputs by name.
+            tokens: inputs by name, each [B, H, T, width].
             state: state before the first token, float32 [B, H, K, V]; None for an empty one.
 
         Returns:
@@ -69,6 +69,6 @@ class Recurrence(Protocol):
 
 
 def widened(tokens: Tokens) -> dict[str, Tensor]:
-    """Inputs in float32, or all in float64 if any of them is."""
+    """Inputs of a recurrence by name, in float32, or all in float64 if any of them is float64."""
     dtype = reduce(torch.promote_types, (x.dtype for x in tokens.values()), torch.float32)
     return {name: x.to(dtype) for name, x in tokens.items()}

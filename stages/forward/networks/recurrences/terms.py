@@ -1,4 +1,4 @@
-"""The common form of all linear recurrences, and the reference loop over tokens.
+"""The common form of all linear recurrences, and a loop over tokens that computes it.
 
     o_t = q_t^T S_{t-1}        S_t = diag(d_t) S_{t-1} + beta_t (alpha_t^T S_{t-1}) + k_t v_t^T
 
@@ -18,36 +18,50 @@ from torch import Tensor
 
 
 class Terms(NamedTuple):
-    """Reads, writes and decay of the state at each token."""
+    """Inputs of a linear recurrence at each token: queries, keys, values, and decay and correction of the
+    state."""
 
     queries: Tensor
-    """[B, H, T, K]: queries of the state before the token."""
+    """Queries that read the state before the token, [B, H, T, K]."""
     keys: Tensor
-    """[B, H, T, K]: keys as written into the state."""
+    """Keys as they are written into the state, [B, H, T, K]."""
     values: Tensor
-    """[B, H, T, V]."""
+    """Values as they are written into the state, [B, H, T, V]."""
     log_decay: Tensor
-    """log d, [B, H, T, K], or [B, H, T, 1] for one decay per head; -inf erases the state."""
+    """Natural logarithm of the state's decay at the token, [B, H, T, K], or [B, H, T, 1] for one decay per
+    head; -inf erases the state."""
     correction: tuple[Tensor, Tensor] | None
-    """alpha and beta of the rank-one correction, each [B, H, T, K]; None for a purely diagonal transition."""
+    """Vectors alpha and beta of the rank-one correction beta (alpha^T S) of the state S, each [B, H, T, K];
+    None for no correction."""
 
 
 class Kernel(Protocol):
-    """An algorithm for the recurrence."""
+    """An algorithm that computes a linear recurrence over a number of tokens."""
 
     def __call__(self, terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
-        """What tokens read, [B, H, T, V], and the state after the last token, [B, H, K, V], in the dtype of
-        `state`, the one before the first."""
+        """What each token reads from the state, [B, H, T, V], and the state after the last token, [B, H, K,
+        V].
+
+        Arguments:
+            terms: Inputs at each token.
+            state: State before the first token, [B, H, K, V]; its dtype is that of the results.
+        """
         ...
 
 
 def step_through(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
-    """The formula, token by token: the kernel for few tokens, and the reference for the others."""
+    """What each token reads from the state, [B, H, T, V], and the state after the last token, [B, H, K, V],
+    by a loop over tokens: fastest for few tokens, and tests compare the other kernel with it.
+
+    Arguments:
+        terms: Inputs at each token.
+        state: State before the first token, [B, H, K, V].
+    """
     if not terms.values.shape[2]:
         return torch.zeros_like(terms.values), state
     decays = terms.log_decay.exp().unsqueeze(-1).unbind(2)
     keys, values = terms.keys.unsqueeze(-1).unbind(2), terms.values.unsqueeze(-2).unbind(2)
-    alphas, betas = _sides(terms.correction, len(keys))
+    alphas, betas = _vectors_per_token(terms.correction, len(keys))
     read = []
     for t, query in enumerate(terms.queries.unsqueeze(-2).unbind(2)):
         read.append(query @ state)
@@ -59,10 +73,11 @@ def step_through(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(read, dim=2), state
 
 
-def _sides(
+def _vectors_per_token(
     correction: tuple[Tensor, Tensor] | None, length: int
 ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-    """alpha as row vectors and beta as column vectors, per token."""
+    """For each of `length` tokens, alpha as a row vector [B, H, 1, K], and beta as a column vector [B, H, K,
+    1]; None for each token without correction."""
     if correction is None:
         return (None,) * length, (None,) * length
     alpha, beta = correction

@@ -21,7 +21,7 @@ __all__ = ["Framing", "Ids", "framed_prompts"]
 
 @dataclass(frozen=True)
 class Framing:
-    """How documents become prompts. All fields are part of the key of the tokens."""
+    """How documents become prompts. All fields enter the key of the stored tokens."""
 
     before: tuple[int, ...] = ()
     """Special tokens at the start of each prompt."""
@@ -30,39 +30,47 @@ class Framing:
     context: int | None = None
     """Most tokens of a prompt, special tokens included; None for one prompt per document."""
     separator: tuple[int, ...] | None = None
-    """Tokens after each document where documents are packed into prompts; None if prompts are not shared."""
+    """Tokens after each document, if documents are concatenated and cut into prompts, so that a prompt may
+    contain several; None if each prompt is a part of one document."""
 
     @property
     def room(self) -> int | None:
-        """Most tokens of a prompt beside its special tokens; None for prompts of any length."""
+        """Most tokens of a prompt without its special tokens; None for prompts of any length."""
         return None if self.context is None else self.context - len(self.before) - len(self.after)
 
 
 def framed_prompts(documents: Iterable[Sequence[int] | Ids], framing: Framing) -> Iterator[tuple[Ids, int]]:
-    """Yield (token ids of a prompt, number of the document that its first token belongs to).
+    """Cut documents into prompts, and add special tokens to each prompt.
 
     Empty documents are left out. The last prompt of packed documents may be shorter than the others.
 
     Arguments:
         documents: token ids of each document.
-        framing: how to cut and frame them.
+        framing: length and special tokens of a prompt, and whether it may contain several documents.
+
+    Yields:
+        (token ids of a prompt, number of the document that its first token belongs to).
     """
     # An empty separator packs as well; None means one document per prompt.
     cut = _packed if framing.separator is not None else _cut_separately
     for ids, number in cut(documents, framing):
-        yield np.concatenate([_ids(framing.before), ids, _ids(framing.after)]), number
+        yield np.concatenate([_as_int32(framing.before), ids, _as_int32(framing.after)]), number
 
 
 def _cut_separately(documents: Iterable[Sequence[int] | Ids], framing: Framing) -> Iterator[tuple[Ids, int]]:
     for number, document in enumerate(documents):
-        ids = _ids(document)
+        ids = _as_int32(document)
         room = framing.room or max(len(ids), 1)
         for start in range(0, len(ids), room):
             yield ids[start : start + room], number
 
 
 def _packed(documents: Iterable[Sequence[int] | Ids], framing: Framing) -> Iterator[tuple[Ids, int]]:
-    """Concatenate documents, and cut them every `framing.room` tokens."""
+    """Concatenate documents, and cut them every `framing.room` tokens.
+
+    Yields:
+        (token ids without special tokens, number of the document that the first token belongs to).
+    """
     room, separator = framing.room, framing.separator or ()
     assert room is not None
     waiting: list[int] = []
@@ -70,7 +78,7 @@ def _packed(documents: Iterable[Sequence[int] | Ids], framing: Framing) -> Itera
     numbers: list[int] = []  # number of each of these documents
 
     def cut(upto: int) -> Iterator[tuple[Ids, int]]:
-        row, document_starts = _ids(waiting[:upto]), np.array(starts)
+        row, document_starts = _as_int32(waiting[:upto]), np.array(starts)
         for start in range(0, upto, room):
             # The document in which the prompt's first token lies; the next documents only follow in it.
             owner = int(np.searchsorted(document_starts, start, side="right")) - 1
@@ -96,6 +104,6 @@ def _packed(documents: Iterable[Sequence[int] | Ids], framing: Framing) -> Itera
         yield from cut(len(waiting))
 
 
-def _ids(values: Sequence[int] | Ids) -> Ids:
+def _as_int32(values: Sequence[int] | Ids) -> Ids:
     # 4 bytes an id: all ids of a corpus are in memory while a run is planned.
     return np.asarray(values, np.int32)

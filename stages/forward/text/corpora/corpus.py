@@ -67,7 +67,7 @@ LARGEST_TEXTS = 4 << 20
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in files of any size, as prompts.
+    """Documents in files of any size, which become prompts of a model.
 
     Formats: text (a document per line or per file), JSON lines, Parquet, Arrow (as `datasets` saves it), tar
     archives (WebDataset); each also gzipped, except Parquet and Arrow.
@@ -77,79 +77,100 @@ class Corpus:
     """
 
     sources: str | Sequence[str]
-    """Files, globs, or folders: all files below of a known format, in the order of their names."""
+    """Files, globs, or folders; of a folder, all files of a known format at any depth, in order of name."""
     column: str | None = None
-    """Column of texts or of lists of token ids; None for `text`, else `ids`."""
+    """Column of texts or of lists of token ids; None for `text`, or `ids` where there is no `text`."""
     labels: Sequence[str] = ()
-    """Columns kept beside each document."""
+    """Columns whose values are kept as labels of each document."""
     whole_files: bool = False
     """Whether a text file is one document, instead of one per line."""
     context: int | None = None
-    """Tokens of a prompt, special tokens included; longer documents are cut. None for a prompt per
-    document."""
+    """Most tokens of a prompt, special tokens included; longer documents are cut. None makes one prompt of
+    each document, whatever its length."""
     pack: bool = False
-    """Whether each prompt is filled from as many documents as it takes, with the model's end-of-text token
-    after each."""
+    """Whether documents are concatenated, with the model's end-of-text token after each, so that every
+    prompt is full."""
     share: float = 1.0
-    """Share of the documents to read, in (0, 1]. Each is drawn by a hash of its content, its number in the
-    file and `seed`, so that a file that grows keeps its draw."""
+    """Share of the documents to read, in (0, 1]. A document is drawn by a hash of its content, its number in
+    the file and `seed`, so that documents appended later do not change the draw of the others."""
     seed: int = 0
     """Seed of the draw for `share`."""
 
     def __post_init__(self) -> None:
-        named = as_list(self.sources)
-        if not named or not all(isinstance(each, str | Path) and str(each) for each in named):
+        sources = as_list(self.sources)
+        if not sources or not all(isinstance(source, str | Path) and str(source) for source in sources):
             raise PromptError(
-                f"expected files, folders or globs as sources, found {shown(self.sources)}; name them"
+                f"Corpus: expected files, folders or globs as sources, found {shown(self.sources)}; pass "
+                "'books/*.txt'"
             )
-        object.__setattr__(self, "sources", tuple(str(Path(each).expanduser()) for each in named))
+        object.__setattr__(self, "sources", tuple(str(Path(source).expanduser()) for source in sources))
         require_kind(self.labels, Iterable, "labels as names of columns", "write ['label']", PromptError)
         # As tuples, because sources and labels of an immutable value must not change later.
         object.__setattr__(self, "labels", tuple(as_list(self.labels)))
         if self.column is not None and (not isinstance(self.column, str) or not self.column):
             raise PromptError(
-                f"expected the name of a column, found {self.column!r}; leave it out for text, else ids"
+                f"Corpus: expected column= as the name of a column, found {self.column!r}; leave it out for "
+                "the column text or ids"
             )
         as_count(self.seed, "seed", least=0, most=LARGEST, error=PromptError)
         if self.pack and self.context is None:
-            raise PromptError("expected pack=True with context=…, the tokens of a prompt, found no context")
+            raise PromptError(
+                "Corpus: pack=True (--pack) needs context=, the tokens of a prompt, found none; add "
+                "e.g. context=128"
+            )
         if (
             self.context is not None
             and as_count(self.context, "context", least=-LARGEST, error=PromptError) < 1
         ):
-            raise PromptError(f"expected a context of at least 1 token, found {self.context}")
+            raise PromptError(
+                f"Corpus: expected a context of at least 1 token, found {self.context}; leave it out for "
+                "whole documents"
+            )
         if not 0 < as_number(self.share, "share", PromptError) <= 1:
-            raise PromptError(f"expected a share of the documents in (0, 1], found {self.share}")
+            raise PromptError(
+                f"Corpus: expected share= in (0, 1], the share of documents to read, found {self.share}"
+            )
         for name in self.labels:
             # Labels become coordinates of the dataset and arrays of its Zarr group.
             if name in _TAKEN or not _NAMEABLE.fullmatch(name):
-                reason = "which is taken" if name in _TAKEN else "by which no array can be stored"
-                raise PromptError(f"expected labels by names of their own, found {name!r}, {reason}")
+                reason = "a name that mizarr uses" if name in _TAKEN else "which cannot name a stored array"
+                raise PromptError(
+                    f"Corpus: expected labels= with names that can be stored, found {name!r}, {reason}; "
+                    "rename this column in the files"
+                )
 
     @property
     def files(self) -> list[Path]:
-        """The files of all sources that exist now. PromptError for a source without files of documents."""
+        """The files of all sources that exist now, in the order of the sources.
+
+        Raises:
+            PromptError: for a source without files of documents.
+        """
         files: list[Path] = []
         for source in self.sources:
             path = Path(source)
             if path.is_dir():
-                of_source = [file for file in sorted(path.rglob("*")) if _is_document_file(file, path)]
+                source_files = [file for file in sorted(path.rglob("*")) if _is_document_file(file, path)]
             elif has_magic(source) and not path.exists():
                 matches = iglob(source, recursive=True)  # noqa: PTH207 - a pattern may begin at any root
-                of_source = [path for path in map(Path, sorted(matches)) if path.is_file()]
+                source_files = [path for path in map(Path, sorted(matches)) if path.is_file()]
             else:
-                of_source = [path] if path.is_file() else []
-            if not of_source:
+                source_files = [path] if path.is_file() else []
+            if not source_files:
                 formats = ", ".join(FORMATS)
                 raise PromptError(
                     f"expected files of documents at {source!r}, found none; name files, globs or folders "
                     f"with files of {formats}"
                 )
-            files += of_source
+            files += source_files
         return files
 
     def nodes(self, tokenizer: Tokenizer | None) -> list[SourceNode]:
-        """One node per file, which computes its tokens."""
+        """Pipeline nodes that tokenise the files, one per file.
+
+        Arguments:
+            tokenizer: encodes texts; None if documents are token ids.
+        """
         framing = self.framing(tokenizer)
         return [self._node(path, tokenizer, framing) for path in self.files]
 
@@ -168,50 +189,66 @@ class Corpus:
         return self.read(tokenizer, store, quiet=quiet)[0]
 
     def about(self, tokenizer: Tokenizer | None, store: Store, *, quiet: bool = True) -> xr.Dataset:
-        """Document of each prompt, and labels of that document, [prompt_id]. Arguments and errors as
-        `tokens`.
+        """Document number and labels of each prompt, [prompt_id].
 
-        `document` is the number, over all files, of the document that the first token of the prompt belongs
-        to.
+        `document` is the number, counted over all files, of the document that the first token of the prompt
+        belongs to; the labels are those of this document.
 
         Arguments:
             tokenizer: encodes texts; None if documents are token ids.
             store: store of the tokens.
             quiet: whether to show no progress.
+
+        Raises:
+            PromptError: for a corpus without a token.
+            TokenizerError: for texts without a tokenizer.
         """
         return self.read(tokenizer, store, quiet=quiet)[1]
 
     def read(
         self, tokenizer: Tokenizer | None, store: Store, *, quiet: bool = True
     ) -> tuple[PackedTokens, xr.Dataset]:
-        """(`tokens`, `about`), from one reading of the files.
+        """Tokenise the files, or read their stored tokens.
 
         Arguments:
             tokenizer: encodes texts; None if documents are token ids.
             store: store of the tokens.
             quiet: whether to show no progress.
+
+        Returns:
+            (token ids of all prompts, document number and labels of each prompt [prompt_id]).
+
+        Raises:
+            PromptError: for a corpus without a token.
+            TokenizerError: for texts without a tokenizer.
         """
         nodes = self.nodes(tokenizer)
         run(nodes, store, quiet=quiet)
         parts = [node.open(store) for node in nodes]
         sizes = [part["row_size"].values for part in parts]
         if not sum(map(len, sizes)):
-            raise PromptError(f"expected at least one token in {', '.join(self.sources)}, found none")
+            raise PromptError(
+                f"expected at least one token in the corpus {', '.join(self.sources)}, found none; name "
+                "files that are not empty"
+            )
         ids, about = end_to_end([part["token_id"] for part in parts]), self._labelled(parts)
         return PackedTokens(ids, np.concatenate(sizes)), about
 
     def with_texts(
         self, tokens: PackedTokens, about: xr.Dataset, tokenizer: Tokenizer | None
     ) -> PackedTokens:
-        """The tokens of `read` with the texts of prompts and the character span of each token.
+        """Add the texts of prompts, and the characters of each token, to the tokens that `read` returned.
 
-        Reads and tokenises all files anew, so that only a run that is not stored yet should ask for it.
-        Returns the tokens as they are where a prompt is no whole document of text, and for files above 4 MiB.
+        Reads and tokenises all files again, so that only a run that is not stored yet should call it.
 
         Arguments:
-            tokens: token ids as `read` returned them.
-            about: documents of the prompts, likewise.
+            tokens: token ids of all prompts, from `read`.
+            about: document number of each prompt, from `read`.
             tokenizer: encodes texts; None if documents are token ids.
+
+        Returns:
+            `tokens` with texts; `tokens` unchanged if prompts are not whole documents of text, and for more
+            than 4 MiB of files.
         """
         files = self.files
         is_cut = self.context is not None or self.share < 1
@@ -232,18 +269,20 @@ class Corpus:
         import xarray as xr
 
         columns: dict[str, list[Any]] = {DOCUMENT: [], **{name: [] for name in self.labels}}
-        before = 0
+        n_earlier_documents = 0
         for part in parts:
             document = part[DOCUMENT].values
-            columns[DOCUMENT].append(document + before)
+            columns[DOCUMENT].append(document + n_earlier_documents)
             for name in self.labels:
                 # Labels are stored per document; a document of several prompts gives its label to each.
                 columns[name].append(part[name].values[document])
-            before += int(part.attrs["documents"])
-        return xr.Dataset(coords={name: ("prompt_id", _joined(values)) for name, values in columns.items()})
+            n_earlier_documents += int(part.attrs["documents"])
+        return xr.Dataset(
+            coords={name: ("prompt_id", _joined_labels(values)) for name, values in columns.items()}
+        )
 
     def _node(self, path: Path, tokenizer: Tokenizer | None, framing: Framing) -> SourceNode:
-        advice = "it was written over meanwhile; start again with the file as it is now"
+        advice = "it was written over meanwhile; run the command again with the file as it is now"
         pinned = PinnedFiles("the corpus", advice)
         digest, size = pinned.digest(path), path.stat().st_size
         reading = Reading(self.column, tuple(self.labels), self.whole_files)
@@ -268,10 +307,10 @@ class Corpus:
         )
 
     def framing(self, tokenizer: Tokenizer | None) -> Framing:
-        """How documents become prompts: special tokens of the tokenizer, context length, separator.
+        """Special tokens, context length and separator with which documents become prompts.
 
         Raises:
-            PromptError: if the context has no room beside the special tokens.
+            PromptError: if the context is not longer than the special tokens.
         """
         before: tuple[int, ...] = ()
         after: tuple[int, ...] = ()
@@ -279,21 +318,22 @@ class Corpus:
         if tokenizer is not None:
             # Found by encoding a text: post-processors differ in which special tokens they add.
             example = tokenizer.encode("a")
-            of_text = [place for place, special in enumerate(example.special) if not special]
-            before, after = tuple(example.ids[: of_text[0]]), tuple(example.ids[of_text[-1] + 1 :])
+            text_positions = [position for position, special in enumerate(example.special) if not special]
+            before = tuple(example.ids[: text_positions[0]])
+            after = tuple(example.ids[text_positions[-1] + 1 :])
             if self.pack and tokenizer.eos_id is not None:
                 separator = (tokenizer.eos_id,)
         framing = Framing(before, after, self.context, separator)
         if framing.room is not None and framing.room < 1:
             raise PromptError(
-                f"expected a context longer than the {len(before) + len(after)} special tokens that "
-                f"every prompt gets, found context={self.context}; give a larger one"
+                f"Corpus: expected a context longer than the {len(before) + len(after)} special tokens that "
+                f"every prompt gets, found context={self.context}; set a larger one"
             )
         return framing
 
 
 def end_to_end(parts: Sequence[xr.DataArray]) -> Ids:
-    """Concatenate token ids, int32 [token], reading a block at a time.
+    """Concatenate the stored token ids of several files, as int32 [token], reading a block at a time.
 
     Ids of a large corpus are mapped from a temporary file, so that the system may evict them from memory:
     concatenating arrays of a billion tokens took 8 GB.
@@ -333,8 +373,20 @@ def _tokenised(
     share: float,
     seed: int,
 ) -> xr.Dataset:
-    """Tokenise one file: token ids [token], prompt lengths and document of each prompt, labels of
-    documents."""
+    """Tokenise one file.
+
+    Arguments:
+        path: the file.
+        reading: columns to read, and whether a text file is one document.
+        tokenizer: encodes texts; None if documents are token ids.
+        framing: how documents become prompts.
+        share: share of the documents to read, in (0, 1].
+        seed: seed of the draw for `share`.
+
+    Returns:
+        token_id [token], row_size (tokens) and document [prompt_id], labels [document_id]; the number of
+        documents as attribute.
+    """
     import xarray as xr
 
     labels: dict[str, list[Any]] = {name: [] for name in reading.labels}
@@ -357,24 +409,25 @@ def _tokenised(
         "token_id": ("token", np.concatenate(ids) if ids else np.empty(0, np.int32)),
         "row_size": ("prompt_id", np.array(sizes, np.int64)),
         DOCUMENT: ("prompt_id", np.array(owners, np.int64)),
-        **{name: ("document_id", _column(values)) for name, values in labels.items()},
+        **{name: ("document_id", _label_array(values)) for name, values in labels.items()},
     }
     return xr.Dataset(data, attrs={"documents": count})
 
 
 def _drawn(documents: Iterator[Document], share: float, seed: int) -> Iterator[Document]:
-    """Select a share of the documents with a seed.
+    """Draw a share of the documents at random, repeatably.
 
-    Each document is selected by a hash of its number and content, so documents appended later, or another
-    share, do not change the others: a larger share contains the smaller one.
+    A document is drawn by a hash of its number and content, so documents appended later, or another share, do
+    not change the others: a larger share contains the smaller one.
     """
     if share == 1:
         yield from documents
         return
-    below = share * 2.0**64
-    for place, document in enumerate(documents):
-        data = json.dumps([seed, place, document.content]).encode()
-        if int.from_bytes(blake2b(data, digest_size=8).digest(), "little") < below:
+    # The hash is a uniform number below 2^64.
+    limit = share * 2.0**64
+    for number, document in enumerate(documents):
+        data = json.dumps([seed, number, document.content]).encode()
+        if int.from_bytes(blake2b(data, digest_size=8).digest(), "little") < limit:
             yield document
 
 
@@ -398,7 +451,8 @@ def encoded(
         if isinstance(document.content, str):
             if tokenizer is None:
                 raise TokenizerError(
-                    f"expected token ids in {path}, as the model has no tokenizer, found text"
+                    f"expected token ids in {path}, because the model has no tokenizer, found text; add "
+                    "tokenizer.json to the model's folder, or store token ids in a column ids"
                 )
             texts.append(document.content)
             n_characters += len(document.content)
@@ -415,42 +469,46 @@ def encoded(
 
 
 def _as_ids(content: list[int], path: Path) -> Ids:
-    """Token ids of a document as int32. PromptError for ids out of range; the vocabulary is checked later."""
+    """Token ids of a document as int32; PromptError for an id that is negative or does not fit."""
     low, high = min(content, default=0), max(content, default=0)
     if low < 0 or high > _LARGEST_ID:
         raise PromptError(
-            f"expected token ids from 0 to {_LARGEST_ID} in {path}, found {low if low < 0 else high}"
+            f"expected token ids from 0 to {_LARGEST_ID} in {path}, found {low if low < 0 else high}; "
+            "correct this document"
         )
     return np.array(content, np.int32)
 
 
-def _column(values: list[Any]) -> np.ndarray[Any, Any]:
-    """Labels of documents as int64, float64 or strings; other values as JSON strings."""
+def _label_array(values: list[Any]) -> np.ndarray[Any, Any]:
+    """Labels of documents as an array of int64, float64 or strings; other values become JSON strings."""
     # `type`, because True is an int for isinstance.
-    kinds = {type(value) for value in values}
-    whole = [value for value in values if type(value) is int]
-    largest = max(map(abs, whole), default=0)
+    types = {type(value) for value in values}
+    largest = max((abs(value) for value in values if type(value) is int), default=0)
     # Larger integers do not fit int64.
-    if kinds <= {int} and largest < 1 << 63:
+    if types <= {int} and largest < 1 << 63:
         return np.array(values, np.int64)
-    if kinds <= {int, float} and largest <= _MOST_EXACT:
+    if types <= {int, float} and largest <= _MOST_EXACT:
         return np.array(values, np.float64)
     return np.array([_as_text(value) for value in values], np.dtypes.StringDType())
 
 
-def _joined(columns: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-    """Concatenate label columns of several files, in the dtype that `_column` gives to all values.
+def _joined_labels(columns: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """Concatenate label columns of several files, in the dtype that `_label_array` gives to all values.
 
     Empty columns do not affect the dtype.
     """
     non_empty = [column for column in columns if column.size]
     kinds = {column.dtype.kind for column in non_empty}
-    exact = all(
-        abs(int(end)) <= _MOST_EXACT for c in non_empty if c.dtype.kind == "i" for end in (c.min(), c.max())
+    integer_columns = [column for column in non_empty if column.dtype.kind == "i"]
+    fit_float64 = all(
+        abs(int(end)) <= _MOST_EXACT for column in integer_columns for end in (column.min(), column.max())
     )
-    if len(kinds) == 1 or (kinds == {"i", "f"} and exact):
+    if len(kinds) == 1 or (kinds == {"i", "f"} and fit_float64):
         return np.concatenate(
-            [c if c.dtype.kind in "if" else c.astype(np.dtypes.StringDType()) for c in non_empty]
+            [
+                column if column.dtype.kind in "if" else column.astype(np.dtypes.StringDType())
+                for column in non_empty
+            ]
         )
     texts = [_as_text(value) for column in non_empty for value in column.tolist()]
     return np.array(texts, np.dtypes.StringDType())

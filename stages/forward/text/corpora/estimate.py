@@ -33,7 +33,7 @@ LINES = (".txt", ".jsonl", ".ndjson")
 
 @dataclass(frozen=True)
 class CorpusSize:
-    """Estimated size of a corpus."""
+    """Estimated number of tokens and prompts of a corpus, from samples of some of its files."""
 
     tokens: int
     """Estimated number of tokens."""
@@ -50,11 +50,15 @@ class CorpusSize:
 
 
 def estimated_size(corpus: Corpus, tokenizer: Tokenizer | None) -> CorpusSize:
-    """Estimate the size of a corpus in seconds, whatever its size. Raises as reading the files does.
+    """Estimate the number of tokens and prompts of a corpus; takes seconds, whatever its size.
 
     Arguments:
         corpus: the files, and how they are read.
         tokenizer: encodes texts; None if documents are token ids.
+
+    Raises:
+        PromptError: for a source without files, and for a file that cannot be read.
+        TokenizerError: for texts without a tokenizer.
     """
     paths = corpus.files
     sizes = [path.stat().st_size for path in paths]
@@ -77,14 +81,25 @@ def estimated_size(corpus: Corpus, tokenizer: Tokenizer | None) -> CorpusSize:
             else:
                 looked_at += part.tell()
     if not prompts:
-        raise PromptError(f"expected at least one token at the beginning of {paths[0]}, found none")
-    sample, times = PackedTokens.from_lists(prompts), sum(sizes) / max(looked_at, 1.0) * corpus.share
-    tokens, count = round(sample.n_tokens * times), round(sample.n_prompts * times)
-    return CorpusSize(tokens, count, len(paths), sum(sizes), round(looked_at), sample)
+        raise PromptError(
+            f"expected at least one token at the beginning of {paths[0]}, found none; name files with "
+            "documents"
+        )
+    sample = PackedTokens.from_lists(prompts)
+    # All bytes per sampled byte.
+    scale = sum(sizes) / max(looked_at, 1.0) * corpus.share
+    return CorpusSize(
+        tokens=round(sample.n_tokens * scale),
+        prompts=round(sample.n_prompts * scale),
+        files=len(paths),
+        bytes=sum(sizes),
+        looked_at=round(looked_at),
+        sample=sample,
+    )
 
 
 def _sample_lines(raw: IO[bytes], size: int) -> BytesIO:
-    """`LOOK` bytes of whole lines, from evenly spaced places of a file of `size` bytes."""
+    """Read about `LOOK` bytes of whole lines, from evenly spaced places of a file of `size` bytes."""
     sample = BytesIO()
     for place in range(PLACES):
         # The middle of each of `PLACES` equal parts of the file.
@@ -96,7 +111,7 @@ def _sample_lines(raw: IO[bytes], size: int) -> BytesIO:
 
 
 def _first_documents(documents: Iterator[Document]) -> list[Document]:
-    """The first documents of a file, with `LOOK` characters or token ids in total."""
+    """The first documents of a file, until they have `LOOK` characters or token ids together."""
     sample, n_characters = [], 0
     for document in documents:
         sample.append(document)

@@ -27,27 +27,27 @@ _BY_CASE = tuple(rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{many}{_LOWER}{few}" for many,
 
 @dataclass(frozen=True)
 class Splitting:
-    """Pre-tokenizers, normaliser and special-token defaults of one publisher's tokenizer."""
+    """How one publisher's tokenizer cuts a text into words before BPE, with its special-token defaults."""
 
     cuts: tuple[Part, ...]
-    """Pre-tokenizers in order; each one splits the words that the one before it leaves."""
+    """Pre-tokenizers of tokenizer.json in order; each splits the words that the previous one made."""
     takes_words: bool = False
-    """Whether a word that is a token is that token, whatever the merges give (`ignore_merges`)."""
+    """Whether a word in the vocabulary becomes one token without applying merges (`ignore_merges`)."""
     adds_bos: bool = False
-    """Whether BOS is added to a text, unless the file says otherwise."""
+    """Whether BOS is added before a text, unless the GGUF file says otherwise."""
     adds_sep: bool = False
-    """Whether a closing token is added, unless the file says otherwise."""
+    """Whether a separator token is added after a text, unless the GGUF file says otherwise."""
     normalizer: Part | None = None
     """Unicode normaliser applied to a text first; None for no normalisation."""
 
 
 def _cut(pattern: str) -> Part:
-    """Pre-tokenizer that makes a word of each match, and of the text between matches."""
+    """Pre-tokenizer that makes a word of each match of a regex, and of the text between two matches."""
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 def _bytes(*, cuts: bool) -> Part:
-    """Pre-tokenizer that writes bytes as printable characters; `cuts`: after splitting by GPT-2's pattern."""
+    """Pre-tokenizer that writes bytes as printable characters; with `cuts`, it first splits as GPT-2 does."""
     return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": cuts}
 
 

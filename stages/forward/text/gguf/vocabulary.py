@@ -51,36 +51,36 @@ _INSTEAD = "put the tokenizer.json of the checkpoint it was made of beside the f
 
 @dataclass(frozen=True, eq=False)
 class Words:
-    """A tokenizer as values: the content of a tokenizer.json and a tokenizer_config.json."""
+    """A tokenizer in memory: the content of a tokenizer.json and a tokenizer_config.json."""
 
     description: Mapping[str, Any]
     """Content of tokenizer.json; `model` without `vocab` and `merges`."""
     settings: Mapping[str, Any]
     """Content of tokenizer_config.json."""
     ids: Mapping[str, int]
-    """`vocab` of the model: token -> id."""
+    """Vocabulary of tokenizer.json: token -> id."""
     merges: Callable[[], list[tuple[str, str]]] | None
-    """Builds `merges` of the model, first to last; None for a model without merges."""
+    """Builds the merges of tokenizer.json, first to last; None for a tokenizer without merges."""
     digest: str
-    """`sha256:…` of everything that decides ids; independent of the file and of settings."""
+    """`sha256:…` of everything that decides token ids; independent of the file and of settings."""
 
 
 @dataclass(frozen=True)
 class _Rules:
-    """Model, normaliser, pre-tokenizer, decoder and merges of one vocabulary kind."""
+    """How one kind of vocabulary (byte-level BPE, SentencePiece or WordPiece) is tokenized."""
 
     described: Mapping[str, Any]
-    """Keys of tokenizer.json; `model` without `vocab` and `merges`."""
+    """Model, normaliser, pre-tokenizer and decoder for tokenizer.json; model without vocab and merges."""
     adds: tuple[str, ...] = ()
-    """Default special tokens ("bos", "sep", "eos") added to a text, where metadata set none."""
+    """Special tokens ("bos", "sep", "eos") added to a text, unless metadata of the file say otherwise."""
     merges: Callable[[], list[tuple[str, str]]] | None = None
-    """See `Words.merges`."""
+    """Builds the merges, first to last; None for a tokenizer without merges."""
     decides: tuple[bytes, ...] = ()
     """Bytes from which merges are built, for the digest."""
 
 
 def words_of(header: Header) -> Words | None:
-    """The tokenizer of a GGUF file; None for a file without vocabulary.
+    """Convert the vocabulary of a GGUF file to a tokenizer.json in memory; None if the file has none.
 
     Raises:
         TokenizerError: for an unsupported or contradictory vocabulary.
@@ -94,26 +94,26 @@ def words_of(header: Header) -> Words | None:
             f"{_INSTEAD}"
         )
     with _as_tokenizer_error(header):
-        return _words(header, kind)
+        return _words_of_kind(header, kind)
 
 
 @contextmanager
 def _as_tokenizer_error(header: Header) -> Iterator[None]:
-    """Turn errors of metadata with unexpected types into a TokenizerError."""
+    """In this block, errors from metadata of unexpected types become a TokenizerError."""
     try:
         yield
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         if isinstance(error, TokenizerError):
             raise
         raise TokenizerError(
-            f"{header.path}: expected the vocabulary of a model, found other metadata "
-            f"({type(error).__name__}: {error!s:.80}); {_INSTEAD}"
+            f"{header.path}: expected tokenizer metadata (tokenizer.ggml.…) that llama.cpp writes, found "
+            f"metadata that cannot be read ({type(error).__name__}: {error!s:.80}); {_INSTEAD}"
         ) from error
 
 
-def _words(header: Header, kind: str) -> Words:
-    """Build tokenizer.json content and digest for a supported vocabulary kind."""
-    vocabulary = _Vocabulary(header, _marked if kind == "bert" else None)
+def _words_of_kind(header: Header, kind: str) -> Words:
+    """Build the content of tokenizer.json, and its digest, for a supported kind of vocabulary."""
+    vocabulary = _Vocabulary(header, _word_piece_spelling if kind == "bert" else None)
     rules = _KINDS[kind](vocabulary)
     description = {
         "version": "1.0",
@@ -123,7 +123,7 @@ def _words(header: Header, kind: str) -> Words:
         "normalizer": None,
         "pre_tokenizer": None,
         **rules.described,
-        "post_processor": _around(vocabulary, rules.adds),
+        "post_processor": _post_processor(vocabulary, rules.adds),
     }
     parts = (_json(["gguf", VERSION, description]), _json(vocabulary.tokens), vocabulary.types.tobytes())
     # Merges themselves are not hashed: they would have to be built, and follow from these parts.
@@ -137,30 +137,34 @@ def _json(value: Any) -> bytes:
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """Tokens of a file, by id."""
+    """Tokens of a GGUF file by id, with their types."""
 
     header: Header
     """Metadata of the file."""
     unmarked: Callable[[str, int], str] | None = None
-    """(stored token, type) -> the checkpoint's spelling; None where the two are equal."""
+    """(token in the file, its type) -> token in the original checkpoint; None if they are the same."""
 
     def metadata(self, name: str) -> Any:
         return self.header.metadata(f"tokenizer.ggml.{name}")
 
     def numbers(self, name: str, dtype: str) -> npt.NDArray[Any]:
-        """One number per token. Raises TokenizerError if they are missing or of another count."""
+        """Read a metadata array with one number per token.
+
+        Raises:
+            TokenizerError: if the array is missing or has another length.
+        """
         values = self.metadata(name)
         if not isinstance(values, np.ndarray) or len(values) != len(self.stored):
             count = f"{len(values)}" if isinstance(values, np.ndarray) else "none"
             raise TokenizerError(
-                f"{self.header.path}: expected tokenizer.ggml.{name} for each of {len(self.stored)} tokens, "
-                f"found {count}; fetch the file again"
+                f"{self.header.path}: expected tokenizer.ggml.{name} with a number for each of "
+                f"{len(self.stored)} tokens, found {count}; fetch the file again"
             )
         return values.astype(dtype)
 
     @cached_property
     def tokens(self) -> list[str]:
-        """Tokens in the spelling of the checkpoint's tokenizer."""
+        """Tokens by id, spelled as in the original checkpoint."""
         if self.unmarked is None:
             return self.stored
         return [self.unmarked(token, kind) for token, kind in zip(self.stored, self.kinds, strict=True)]
@@ -170,14 +174,14 @@ class _Vocabulary:
         tokens = self.metadata("tokens")
         if not isinstance(tokens, list) or not tokens or len(set(tokens)) != len(tokens):
             raise TokenizerError(
-                f"{self.header.path}: expected tokenizer.ggml.tokens, all of them different, found "
-                f"{'some twice' if tokens else 'none'}; fetch the file again"
+                f"{self.header.path}: expected a list of different tokens as tokenizer.ggml.tokens, found "
+                f"{'one of them twice' if tokens else 'none'}; fetch the file again"
             )
         return tokens
 
     @cached_property
     def types(self) -> npt.NDArray[np.int32]:
-        """Type of each token in the format."""
+        """Type of each token, as numbered in the GGUF format (`NORMAL`, `UNKNOWN`, …)."""
         return self.numbers("token_type", "<i4")
 
     @cached_property
@@ -188,7 +192,7 @@ class _Vocabulary:
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """Token -> id, without placeholders that only fill the rows of an embedding."""
+        """Token -> id, without placeholders such as [PAD3], which only fill rows of the embedding."""
         return {
             token: i
             for i, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True))
@@ -198,7 +202,7 @@ class _Vocabulary:
 
     @property
     def added(self) -> list[dict[str, Any]]:
-        """Tokens that are matched before a text is cut into words, as in tokenizer.json."""
+        """Entries of `added_tokens` in tokenizer.json: tokens matched before a text is cut into words."""
         plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
         return [
             {"id": i, "content": self.tokens[i], **plain, "special": kind != USER_DEFINED}
@@ -207,7 +211,11 @@ class _Vocabulary:
         ]
 
     def named(self, role: str) -> int | None:
-        """Id of a special token; None without one. Raises TokenizerError for an id beyond the vocabulary."""
+        """Id of a special token by its role, e.g. "bos"; None if the file names none.
+
+        Raises:
+            TokenizerError: for an id beyond the vocabulary.
+        """
         token = self.metadata(f"{_KEYS.get(role, role)}_token_id")
         if token is not None and not 0 <= int(token) < len(self.tokens):
             raise TokenizerError(
@@ -222,8 +230,8 @@ def _byte_level(vocabulary: _Vocabulary) -> _Rules:
     merges = vocabulary.metadata("merges")
     if not isinstance(merges, list):
         raise TokenizerError(
-            f"{vocabulary.header.path}: expected tokenizer.ggml.merges beside its tokens, found none; fetch "
-            "the file again"
+            f"{vocabulary.header.path}: expected a list tokenizer.ggml.merges, found none; fetch the file "
+            "again"
         )
     return _Rules(
         {
@@ -238,16 +246,16 @@ def _byte_level(vocabulary: _Vocabulary) -> _Rules:
             "model": {**_BPE, "ignore_merges": splitting.takes_words},
         },
         ("bos",) * splitting.adds_bos + ("sep",) * splitting.adds_sep,
-        lambda: [_pair(vocabulary, merge) for merge in merges],
+        lambda: [_merged_pieces(vocabulary, merge) for merge in merges],
         (_json(merges),),
     )
 
 
-def _pair(vocabulary: _Vocabulary, merge: str) -> tuple[str, str]:
+def _merged_pieces(vocabulary: _Vocabulary, merge: str) -> tuple[str, str]:
     left, space, right = merge.partition(" ")
     if not (left and space and right):
         raise TokenizerError(
-            f"{vocabulary.header.path}: expected two pieces in each of tokenizer.ggml.merges, found "
+            f"{vocabulary.header.path}: expected two pieces in each entry of tokenizer.ggml.merges, found "
             f"{merge!r}; fetch the file again"
         )
     return left, right
@@ -259,8 +267,8 @@ def _splitting(vocabulary: _Vocabulary) -> Splitting:
         near = nearest(str(name), SPLITTINGS)
         raise TokenizerError(
             f"{vocabulary.header.path}: expected tokenizer.ggml.pre to be one of {', '.join(SPLITTINGS)}, "
-            f"found {name!r}{f' (nearest is {near!r})' if near else ''}, whose rule for cutting words is not "
-            f"known; {_INSTEAD}"
+            f"found {name!r}{f' (nearest is {near!r})' if near else ''}, whose way to cut a text into words "
+            f"mizarr does not know; {_INSTEAD}"
         )
     return SPLITTINGS[name]
 
@@ -297,7 +305,7 @@ def _sentence_piece(vocabulary: _Vocabulary) -> _Rules:
 
 
 def _merges_by_score(vocabulary: _Vocabulary, scores: npt.NDArray[np.float32]) -> list[tuple[str, str]]:
-    """Pairs of pieces that join to a piece, by descending score of that piece.
+    """BPE merges of a SentencePiece vocabulary: pairs of pieces, by descending score of the joined piece.
 
     Raises:
         TokenizerError: for pieces so long that trying all their splits would take forever.
@@ -307,7 +315,7 @@ def _merges_by_score(vocabulary: _Vocabulary, scores: npt.NDArray[np.float32]) -
     # All splits of every piece are tried, so the cost is quadratic in the length of a piece.
     if (longest := max(map(len, pieces), default=0)) > _LONGEST:
         raise TokenizerError(
-            f"{vocabulary.header.path}: expected pieces of at most {_LONGEST} characters, found one of "
+            f"{vocabulary.header.path}: expected tokens of at most {_LONGEST} characters, found one of "
             f"{longest}; {_INSTEAD}"
         )
     id_of = pieces.get
@@ -357,8 +365,8 @@ def _word_piece(vocabulary: _Vocabulary) -> _Rules:
     )
 
 
-def _marked(token: str, kind: int) -> str:
-    """WordPiece's spelling: "##" marks a continuation, where the format marks the start of a word."""
+def _word_piece_spelling(token: str, kind: int) -> str:
+    """Spell a token as WordPiece does: "##" marks a continuation, where GGUF marks the start of a word."""
     # The converter leaves tokens in brackets, such as [unused7], unmarked.
     if token.startswith(_SPACE):
         return token[1:]
@@ -366,8 +374,12 @@ def _marked(token: str, kind: int) -> str:
     return f"##{token}" if is_plain else token
 
 
-def _around(vocabulary: _Vocabulary, adds: Sequence[str]) -> dict[str, Any] | None:
-    """Post-processor that adds special tokens to a text. Raises TokenizerError for one without an id."""
+def _post_processor(vocabulary: _Vocabulary, adds: Sequence[str]) -> dict[str, Any] | None:
+    """Post-processor of tokenizer.json, which adds special tokens around a text; None if it adds none.
+
+    Raises:
+        TokenizerError: for a special token without an id.
+    """
     settings = {role: vocabulary.metadata(f"add_{role}_token") for role in ("bos", "sep", "eos")}
     added = {role: role in adds if setting is None else bool(setting) for role, setting in settings.items()}
     # BERT's files may ask for both closing tokens; its tokenizer adds the separator only.
@@ -377,15 +389,15 @@ def _around(vocabulary: _Vocabulary, adds: Sequence[str]) -> dict[str, Any] | No
         token = vocabulary.named(role)
         if token is None:
             raise TokenizerError(
-                f"{vocabulary.header.path}: expected tokenizer.ggml.{_KEYS.get(role, role)}_token_id, as one "
-                f"is added to every text, found none; {_INSTEAD}"
+                f"{vocabulary.header.path}: expected tokenizer.ggml.{_KEYS.get(role, role)}_token_id, "
+                f"because this token is added to every text, found none; {_INSTEAD}"
             )
         tokens[role] = (token, vocabulary.tokens[token])
     if not tokens:
         return None
 
-    def one(sequence: str, *, opens: bool) -> list[dict[str, Any]]:
-        first = [tokens["bos"]] if opens and "bos" in tokens else []
+    def template(sequence: str, *, with_bos: bool) -> list[dict[str, Any]]:
+        first = [tokens["bos"]] if with_bos and "bos" in tokens else []
         last = [tokens[role] for role in ("sep", "eos") if role in tokens]
         return [
             *({"SpecialToken": {"id": text, "type_id": 0}} for _, text in first),
@@ -395,8 +407,8 @@ def _around(vocabulary: _Vocabulary, adds: Sequence[str]) -> dict[str, Any] | No
 
     return {
         "type": "TemplateProcessing",
-        "single": one("A", opens=True),
-        "pair": [*one("A", opens=True), *one("B", opens=False)],
+        "single": template("A", with_bos=True),
+        "pair": [*template("A", with_bos=True), *template("B", with_bos=False)],
         "special_tokens": {
             text: {"id": text, "ids": [token], "tokens": [text]} for token, text in tokens.values()
         },

@@ -290,7 +290,7 @@ def test_dropout_needs_layers_to_drop_and_is_in_the_key(tmp_path, model):
     assert AttributionPatching(**grid).params()["dropout"] is False
     assert AttributionPatching(**grid, dropout=True).params()["dropout"] is True
     save_random_model(tmp_path / "m", "llama", 1, num_hidden_layers=1)
-    with pytest.raises(StageError, match="two or more layers for gradient dropout, found 1"):
+    with pytest.raises(StageError, match="at least two layers for gradient dropout, found 1"):
         AttributionPatching(**grid, dropout=True).check(Model.from_pretrained(tmp_path / "m").config)
 
 
@@ -457,10 +457,10 @@ def test_agreement_by_hand():
     [
         ({"window": 2}, StageError, "expected window=1"),
         ({"align": (0, 1, 2, 3, 4, 5, 6)}, StageError, "found align"),
-        ({"metrics": (Rank(3),)}, StageError, "expected a metric with a gradient"),
-        ({"metrics": (Recovery(Rank(3)),)}, StageError, "expected a metric with a gradient"),
+        ({"metrics": (Rank(3),)}, StageError, "expected a differentiable metric"),
+        ({"metrics": (Recovery(Rank(3)),)}, StageError, "expected a differentiable metric"),
         ({"kinds": ("resid_pst",)}, StageError, "did you mean 'resid_post'"),
-        ({"verify": 0}, StageError, "at least one cell to verify"),
+        ({"verify": 0}, StageError, "verify to be at least 1"),
         ({"attention": "new"}, StageError, "expected attention to be 'slope' or 'anew', found 'new'"),
     ],
     ids=str,
@@ -534,5 +534,7 @@ def test_more_steps_leave_less_over_and_removal_is_exact(model, store):
 
 
 def test_a_baseline_of_another_length_is_refused(folder, store):
-    with pytest.raises(PromptError, match="expected a baseline of 7 tokens, as the prompt has, found 3"):
+    with pytest.raises(
+        PromptError, match="expected a baseline of 7 tokens, the length of the prompt, found 3"
+    ):
         run(IntegratedGradients(prompt=CLEAN, baseline=(1, 2, 3), metric=METRIC).on(str(folder)), store)

@@ -119,11 +119,11 @@ def test_random_changes_are_as_long_as_the_donors_and_each_draw_another(model):
     ("given", "error", "match"),
     [
         ({"donor": (1, 2)}, PromptError, "of equal length, found 6 and 2 tokens"),
-        ({"places": ()}, StageError, "expected places of at least one each"),
-        ({"groups": ((),)}, StageError, "expected groups of at least one each"),
-        ({"ways": (((), (1,)),)}, StageError, "expected ways of at least one each"),
-        ({"places": ((6,),)}, StageError, r"expected positions in 0\.\.5, found 6"),
-        ({"ways": (((1,), (-1,)),)}, StageError, r"expected positions in 0\.\.5, found -1"),
+        ({"places": ()}, StageError, "at least one entry in places"),
+        ({"groups": ((),)}, StageError, "at least one entry in groups"),
+        ({"ways": (((), (1,)),)}, StageError, "at least one entry in ways"),
+        ({"places": ((6,),)}, StageError, "expected positions from 0 to 5, .*, found 6"),
+        ({"ways": (((1,), (-1,)),)}, StageError, "expected positions from 0 to 5, .*, found -1"),
     ],
 )
 def test_what_cannot_be_patched_is_refused(given, error, match):
@@ -132,7 +132,7 @@ def test_what_cannot_be_patched_is_refused(given, error, match):
 
 
 def test_a_token_the_model_has_not_is_refused(model):
-    with pytest.raises(PromptError, match=r"expected token ids in 0\.\."):
+    with pytest.raises(PromptError, match="expected token ids from 0 to"):
         replace(LINE, groups=((10**6,),)).cells(model.config)
 
 

@@ -68,18 +68,23 @@ def test_metrics_without_a_gradient_are_refused_by_name(metric):
 
 def test_a_derivative_of_the_wrong_shape_is_refused():
     metric = Custom(lambda z: float(z[0]), version=1, derivative=lambda z: z[:2])
-    with pytest.raises(StageError, match="expected 4 finite numbers as its gradient"):
+    with pytest.raises(StageError, match="to return 4 finite numbers"):
         metric.gradient(np.zeros(4), np.zeros(4))
 
 
 def test_what_goes_with_no_prompts_is_refused():
     two = objective_of([LogitDifference(1, 2), LogitDifference(2, 1)])
     for objective, lengths, error, told in (
-        (two, [3, 3, 3], StageError, "one metric for all prompts or one of each of 3, found 2"),
-        (objective_of(KL()), [3], StageError, "expected a baseline for 'kl'"),
+        (two, [3, 3, 3], StageError, "one metric for all prompts, or one for each of 3 prompts, found 2"),
+        (objective_of(KL()), [3], StageError, "expected a baseline prompt for 'kl'"),
         (objective_of(KL(), baseline=[[1], [2]]), [3, 3, 3], StageError, "one baseline for all prompts"),
         (objective_of(LogitDifference(1, 2), at=4), [5, 4], PromptError, r"found 4"),
-        (objective_of(Probability(320)), [5], PromptError, r"a token id in 0\.\.319, found 320"),
+        (
+            objective_of(Probability(320)),
+            [5],
+            PromptError,
+            r"token ids in 0\.\.319 for metric and baseline, found 320",
+        ),
         (objective_of(KL(), baseline=[3, -1]), [5], PromptError, r"a token id in 0\.\.319, found -1"),
     ):
         with pytest.raises(error, match=told):

@@ -387,7 +387,7 @@ def test_a_metric_that_changes_what_it_reads_publishes_nothing(folder, tmp_path)
         seen.append(float(logits.max()))
         return seen[0]
 
-    with pytest.raises(StageError, match="expected the metrics it was planned with, found others"):
+    with pytest.raises(StageError, match="expected metrics with the same code as when the run was planned"):
         compute(grid(kinds=("resid_post",), layers=(1,), metrics=(Custom(remembering),)), folder, tmp_path)
     assert not list(mizarr.open_store(tmp_path).records())
 
@@ -397,7 +397,7 @@ def test_a_worker_with_other_metrics_refuses_its_cells(folder, tmp_path, monkeyp
     node = grid(kinds=("resid_post",), layers=(1,), metrics=(Custom(scaled),)).on(str(folder))
     expected = node.key(store).digest
     monkeypatch.setitem(globals(), "FACTOR", 5.0)
-    with pytest.raises(StageError, match="another one on this worker"):
+    with pytest.raises(StageError, match="or differs on this worker"):
         compute_cells(node, store, Group((node.cells()[0],)), expected=expected)
     assert not list(store.records())
 
@@ -474,7 +474,7 @@ def test_explain_tells_runs_asked_and_stored_and_what_a_loop_would_cost(folder, 
     assert f"layer-positions instead of {3 * LENGTH * 3 * LENGTH:,}" in step.state
     run(grid(kinds=("resid_pre",), layers=(0, 1)).on(folder), store)
     (step,) = plan_nodes(whole, store).steps
-    assert f"{3 * LENGTH} runs asked, {2 * LENGTH} of them stored; {LENGTH} runs, " in step.state
+    assert f"{3 * LENGTH} runs requested, {2 * LENGTH} of them stored; {LENGTH} runs, " in step.state
     # The unpatched run, and from the last layer on the positions from the patched one to the end.
     positions = 3 * LENGTH + sum(LENGTH - p for p in range(LENGTH))
     assert f": {positions} layer-positions instead of {3 * LENGTH * LENGTH}" in step.state
@@ -536,23 +536,23 @@ def test_alignment_counts_from_both_ends():
 @pytest.mark.parametrize(
     ("given", "error", "match"),
     [
-        ({"kinds": ()}, StageError, "at least one of kinds"),
-        ({"layers": ()}, StageError, "at least one of layers"),
-        ({"positions": ()}, StageError, "at least one of positions"),
+        ({"kinds": ()}, StageError, "at least one entry in kinds"),
+        ({"layers": ()}, StageError, "at least one entry in layers"),
+        ({"positions": ()}, StageError, "at least one entry in positions"),
         ({"metrics": ()}, StageError, "at least one metric"),
         ({"metrics": (Probability(1), Probability(2))}, StageError, "'probability' twice"),
-        ({"metrics": (Probability(32000),)}, PromptError, r"token id in 0..319, found 32000"),
+        ({"metrics": (Probability(32000),)}, PromptError, "token id from 0 to 319, found 32000"),
         ({"metrics": (Recovery(LogitDifference(-1, 2)),)}, PromptError, "found -1"),
         ({"kinds": ("resid_pst",)}, StageError, "did you mean 'resid_post'"),
         ({"over": "heads"}, StageError, "found 'heads'"),
         ({"over": "head"}, StageError, "found 'resid_pre'"),
-        ({"kinds": ("z",), "over": "edge"}, StageError, "takes pattern, found 'z'"),
-        ({"layers": (3,)}, InterventionError, r"layer in 0..2 .*found 3"),
-        ({"positions": (6,)}, InterventionError, r"position in 0..5 .*found 6"),
-        ({"kinds": ("k",), "over": "head", "heads": (2,)}, InterventionError, r"head in 0..1 .*found 2"),
+        ({"kinds": ("z",), "over": "edge"}, StageError, "pattern with over='edge', found 'z'"),
+        ({"layers": (3,)}, InterventionError, "layer from 0 to 2 .*found 3"),
+        ({"positions": (6,)}, InterventionError, "position from 0 to 5 .*found 6"),
+        ({"kinds": ("k",), "over": "head", "heads": (2,)}, InterventionError, "head from 0 to 1 .*found 2"),
         ({"at": 6}, InterventionError, "found 6"),
         ({"window": 0}, StageError, "window of at least 1"),
-        ({"kinds": ("pattern",), "over": "edge", "window": 2}, StageError, "window of 1"),
+        ({"kinds": ("pattern",), "over": "edge", "window": 2}, StageError, "expected window=1"),
         ({"kinds": ("pattern",), "over": "head", "align": (0, 1, 2, 3, 4, 5)}, StageError, "equal length"),
     ],
 )
@@ -565,10 +565,10 @@ def test_what_cannot_be_patched_is_said_before_anything_runs(given, error, match
 @pytest.mark.parametrize(
     ("row", "match"),
     [
-        (("z", 3, None, 0), "layer in 0..2"),
-        (("z", 0, None, 4), "head in 0..3"),
-        (("v", 0, None, 2), "head in 0..1"),
-        (("z", 0, -7, 0), "position in 0..5"),
+        (("z", 3, None, 0), "layer from 0 to 2"),
+        (("z", 0, None, 4), "head from 0 to 3"),
+        (("v", 0, None, 2), "head from 0 to 1"),
+        (("z", 0, -7, 0), "position from 0 to 5"),
         (("mlp_out", 0, 1, 0), "has no heads"),
     ],
 )
@@ -586,9 +586,9 @@ def test_an_empty_table_is_refused():
 def test_recovery_of_equal_runs_is_refused_instead_of_nan(folder, tmp_path):
     for metric in (KL(), DIFFERENCE):
         same = grid(kinds=("resid_pre",), corrupted=CLEAN, metrics=(Recovery(metric),))
-        with pytest.raises(StageError, match="clean and corrupted runs that differ"):
+        with pytest.raises(StageError, match="different values in the clean and the corrupted run"):
             compute(same, folder, tmp_path)
-    with pytest.raises(StageError, match="recovery of a recovery"):
+    with pytest.raises(StageError, match="Recovery of a Recovery"):
         Recovery(Recovery(KL()))
 
 

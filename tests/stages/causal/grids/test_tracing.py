@@ -159,12 +159,12 @@ def test_keys_move_with_every_parameter(random_model, tmp_path):
 @pytest.mark.parametrize(
     ("given", "error", "match"),
     [
-        ({"subject": ()}, StageError, "subject positions"),
-        ({"subject": (5,)}, InterventionError, r"position in 0..4 .*found 5"),
+        ({"subject": ()}, StageError, "positions of the subject"),
+        ({"subject": (5,)}, InterventionError, "position from 0 to 4 .*found 5"),
         ({"samples": 0}, StageError, "samples=0"),
         ({"multiplier": 0.0}, StageError, r"multiplier=0.0"),
-        ({"multiplier": float("nan")}, StageError, "positive multiplier"),
-        ({"kinds": ("pattern",), "over": "edge"}, StageError, "knockout"),
+        ({"multiplier": float("nan")}, StageError, "a multiplier above 0"),
+        ({"kinds": ("pattern",), "over": "edge"}, StageError, "EdgeKnockout"),
     ],
 )
 def test_noise_that_cannot_be_is_refused(given, error, match, random_model):

@@ -193,7 +193,7 @@ def test_nothing_active_is_an_empty_table(model: mizarr.Model, tmp_path: Path):
 
 def test_a_dictionary_of_another_model_is_refused_before_anything_runs(model: mizarr.Model, tmp_path: Path):
     clt = Dictionary.from_pretrained(save_random_clt(tmp_path / "clt", 6, 64, SIZE))
-    with pytest.raises(MizarrError, match="read 64 numbers at"):
+    with pytest.raises(MizarrError, match="states of width 64 at"):
         encode_corpus(clt, model, PROMPTS, store=mizarr.open_store(tmp_path / "s"), progress=False)
 
 

@@ -193,8 +193,8 @@ def test_what_cannot_be_is_one_line(model, tmp_path):
     for change, error, said in [
         ({"clean": CLEAN[:-1]}, PromptError, "expected a clean and a corrupted prompt of equal length"),
         ({"metric": Rank(3)}, StageError, "with a gradient"),
-        ({"metric": LogitDifference(3, VOCAB)}, PromptError, "expected a token id in 0"),
-        ({"verify": -1}, StageError, "number of cells to verify, found -1"),
+        ({"metric": LogitDifference(3, VOCAB)}, PromptError, "expected token ids in 0"),
+        ({"verify": -1}, StageError, "expected verify to be at least 0, found -1"),
     ]:
         with pytest.raises(error, match=said):
             FeatureAttribution(**given | change).cells(model.config)

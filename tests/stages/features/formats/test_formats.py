@@ -301,7 +301,8 @@ def test_gemma_scope_embeddings_are_scaled(tmp_path: Path):
 def test_files_of_unknown_origin_need_to_be_told_what_they_read(tmp_path: Path):
     write_npz(tmp_path / "layer_5" / "params.npz", draw())
     with pytest.raises(
-        mizarr.MizarrError, match=r"found none that do in .*say where its features read and write with read="
+        mizarr.MizarrError,
+        match=r"found none in its files; name the hook points that its features read and write with",
     ):
         Dictionary.from_pretrained(tmp_path)
     dictionary = Dictionary.from_pretrained(tmp_path, read="hook_resid_mid", write="hook_mlp_out")
@@ -449,7 +450,8 @@ def test_a_list_out_of_order_is_refused(tmp_path: Path):
         write_plt(tmp_path / "files", layer, draw(layer))
     write_config(tmp_path, transcoders=["files/layer_1.safetensors", "files/layer_0.safetensors"])
     with pytest.raises(
-        mizarr.MizarrError, match=r"order of layers, found files/layer_1.safetensors in place 0"
+        mizarr.MizarrError,
+        match=r"order of layers, found files/layer_1.safetensors where the file of layer 0 belongs",
     ):
         Dictionary.from_pretrained(tmp_path)
 
@@ -570,19 +572,19 @@ def broken(tmp_path: Path, what: str) -> Path:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("nothing known", r"no known layout .* found weights.bin; expected one of .*params.npz"),
+        ("nothing known", r"no known layout .* found weights.bin; expected the files of one of .*params.npz"),
         ("truncated npz", r"expected an npz file of named arrays"),
         ("truncated safetensors", r"is truncated: expected \d+ bytes, found \d+"),
         ("missing layer", r"found none for layer 1"),
-        ("another size", r"expected 'W_enc' of shape \[13, 40\] .* found \[12, 40\]"),
+        ("another size", r"expected the tensor 'W_enc' of shape \[13, 40\] .* found \[12, 40\]"),
         (
             "wrong hook",
-            r"found 'blocks.1.hook_resid_psot', which is not known, nearest is .*_post'; say .* read=",
+            r"found 'blocks.1.hook_resid_psot', which is not known .did you mean .*_post'.*; name .* read=",
         ),
-        ("unknown architecture", r"found 'standrad'; nearest is 'standard'"),
-        ("no k", r"expected k to be a positive number"),
-        ("another kind", r"expected model_kind to be transcoder_set in .* found 'cross_layer_transcoder'"),
-        ("missing decoder", r"expected W_dec_0.safetensors beside its encoder"),
+        ("unknown architecture", r"found 'standrad'; did you mean 'standard'"),
+        ("no k", r"expected a whole number of at least 1 as k in"),
+        ("another kind", r"expected model_kind transcoder_set in .* found 'cross_layer_transcoder'"),
+        ("missing decoder", r"expected the decoder file W_dec_0.safetensors beside"),
     ],
 )
 def test_files_that_cannot_be_read_are_refused_with_the_reason(what: str, told: str, tmp_path: Path):
@@ -596,9 +598,11 @@ def test_numbers_that_are_not_finite_are_found_when_they_are_used(tmp_path: Path
     write_plt(tmp_path, 0, weights)
     write_config(tmp_path)
     dictionary = Dictionary.from_pretrained(tmp_path)
-    with pytest.raises(mizarr.MizarrError, match="activations of layer 0 are not finite: the encoder holds"):
+    with pytest.raises(
+        mizarr.MizarrError, match="activations of layer 0 are infinite or NaN: the encoder holds"
+    ):
         dictionary.encode({0: states()})
-    with pytest.raises(mizarr.MizarrError, match="decoder of layer 0 holds numbers that are not finite"):
+    with pytest.raises(mizarr.MizarrError, match="decoder of layer 0 holds infinite or NaN numbers"):
         dictionary.decoder_vector((0, 4))
     assert len(dictionary.decoder_vector((0, 5))) == D
 
@@ -608,12 +612,12 @@ def test_states_that_are_not_finite_are_told_from_weights_that_are_not(tmp_path:
     write_config(tmp_path)
     x = states()
     x[0, 0] = float("inf")
-    with pytest.raises(mizarr.MizarrError, match="the states it read hold numbers that are not"):
+    with pytest.raises(mizarr.MizarrError, match="the states it read hold such numbers"):
         Dictionary.from_pretrained(tmp_path).encode({0: x})
 
 
 @pytest.mark.parametrize(
-    ("feature", "told"), [((0, F), "from 0 to 39, found 40"), ((1, 0), "layer 0, found layer 1")]
+    ("feature", "told"), [((0, F), "from 0 to 39 .*, found 40"), ((1, 0), r"\(layer 0\), found layer 1")]
 )
 def test_a_feature_there_is_not(feature: tuple[int, int], told: str, tmp_path: Path):
     write_plt(tmp_path, 0, draw())

@@ -132,12 +132,12 @@ def test_a_model_whose_module_gives_something_else_is_refused(tmp_path: Path):
     write_saelens(tmp_path / "sae", draw(d_in=width), metadata={"hook_name": "model.layers.1.self_attn"})
     dictionary = Dictionary.from_pretrained(tmp_path / "sae")
     with pytest.raises(
-        mizarr.MizarrError, match=r"attn_out in gemma2, found 'model.layers.1.self_attn', of which"
+        mizarr.MizarrError, match=r"attn_out in gemma2, found one of 'model.layers.1.self_attn', where"
     ):
         dictionary.require_fit(model.config, "gemma2")
     hooks = mizarr.HookSpec().capture("blocks.1.hook_attn_out", reduce=dictionary)
     store = mizarr.open_store(tmp_path / "store")
-    with pytest.raises(mizarr.MizarrError, match="of which the module gives its output before the norm"):
+    with pytest.raises(mizarr.MizarrError, match="where the module gives its output before the norm"):
         mizarr.capture(model, [IDS], hooks=hooks, store=store)
     said = Dictionary.from_pretrained(tmp_path / "sae", read="hook_attn_out")
     said.require_fit(model.config, "gemma2")
@@ -179,7 +179,7 @@ def test_an_autoencoder_that_is_read_elsewhere_writes_there(tmp_path: Path):
 def test_the_layer_comes_from_the_caller_where_files_do_not_say_it(tmp_path: Path):
     for hook in (None, "encoder"):
         folder = unknown_sae(tmp_path / str(hook), hook)  # type: ignore[arg-type]
-        with pytest.raises(mizarr.MizarrError, match="expected the layer of these features"):
+        with pytest.raises(mizarr.MizarrError, match="expected the layer that the features in"):
             Dictionary.from_pretrained(folder, read="hook_resid_post")
         said = Dictionary.from_pretrained(folder, read="blocks.4.hook_resid_post")
         assert said.layers == (4,)
@@ -188,30 +188,30 @@ def test_the_layer_comes_from_the_caller_where_files_do_not_say_it(tmp_path: Pat
 
 def test_another_layer_than_that_of_the_files_is_refused(tmp_path: Path):
     sae = unknown_sae(tmp_path / "sae", "blocks.3.hook_resid_post")
-    with pytest.raises(mizarr.MizarrError, match=r"expected read= at layer 3, .* read='hook_resid_pre'"):
+    with pytest.raises(mizarr.MizarrError, match=r"hook point of layer 3 as read=, .* read='hook_resid_pre'"):
         Dictionary.from_pretrained(sae, read="blocks.4.hook_resid_pre")
     layers = [draw(layer) for layer in range(2)]
     write_clt(
         tmp_path / "clt", [{**w, "W_dec": w["W_dec"][:, None].repeat(2 - n, 1)} for n, w in enumerate(layers)]
     )
     write_config(tmp_path / "clt", "cross_layer_transcoder")
-    with pytest.raises(mizarr.MizarrError, match="expected write= at layers 0 to 1"):
+    with pytest.raises(mizarr.MizarrError, match="of layers 0 to 1 as write="):
         Dictionary.from_pretrained(tmp_path / "clt", write="blocks.0.hook_mlp_out")
 
 
 @pytest.mark.parametrize(
     ("query", "told"),
     [
-        ("?reads=hook_resid_mid", "expected read=HOOK and write=HOOK after"),
-        ("?read=", "expected read=HOOK and write=HOOK after"),
-        ("?read=hook_resid_psot", "found 'hook_resid_psot', which is not known, nearest is"),
+        ("?reads=hook_resid_mid", "expected read=HOOK or write=HOOK after"),
+        ("?read=", "expected read=HOOK or write=HOOK after"),
+        ("?read=hook_resid_psot", "found 'hook_resid_psot', which is not known .did you mean"),
     ],
 )
 def test_a_name_that_says_something_else_is_refused(query: str, told: str, tmp_path: Path):
     folder = unknown_sae(tmp_path / "sae")
     with pytest.raises(mizarr.MizarrError, match=told):
         Dictionary.from_pretrained(f"{folder}{query}")
-    with pytest.raises(mizarr.MizarrError, match="expected one read= for"):
+    with pytest.raises(mizarr.MizarrError, match="expected one hook point as read= for"):
         Dictionary.from_pretrained(f"{folder}?read=hook_resid_mid", read="hook_resid_pre")
 
 

@@ -334,7 +334,7 @@ def test_misuse_is_told(model: mizarr.Model, tmp_path: Path):
     dictionary, layer = make(tmp_path / "d", "standard", 1)
     encoded = xr.Dataset(attrs={"n_features": 3})
     for make_wrong, told in (
-        (lambda: page_nodes(dictionary, encoded=encoded, layer=5), "features of layer 1"),
+        (lambda: page_nodes(dictionary, encoded=encoded, layer=5), "found layer 5"),
         (
             lambda: page_nodes(dictionary, encoded=encoded, layer=layer, features=[99]),
             "from 0 to 36, found 99",

@@ -67,7 +67,7 @@ def test_figures_are_those_of_all_rows_at_once(clt, blocks):
 
 
 def test_no_rows_are_refused(clt):
-    with pytest.raises(DictionaryError, match="found no rows"):
+    with pytest.raises(DictionaryError, match="found none; give prompts"):
         measure(clt, [], "resid_mid", "mlp_out")
 
 

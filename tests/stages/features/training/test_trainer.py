@@ -238,7 +238,7 @@ def test_what_is_not_stored_is_told_and_nothing_is_written(source, layered, tmp_
         Training(replace(SMALL, read="hook_resid_pre", write=None), source, tmp_path / "out")
     with pytest.raises(EntryNotFound, match="resid_mid of layers 5"):
         Training(replace(SMALL, read="hook_resid_mid", write=None, layers=(1, 5)), layered, tmp_path / "out")
-    with pytest.raises(ConfigError, match="every layer from 0 on, found layers 1, 2"):
+    with pytest.raises(ConfigError, match="every layer from 0 on, found only layers 1, 2"):
         Training(replace(CLT, layers=(1, 2)), layered, tmp_path / "out")
     with pytest.raises(PromptError, match="at least two prompts"):
         Training(SMALL, source.of_prompts([0]), tmp_path / "out")
@@ -256,7 +256,7 @@ def test_activations_that_are_not_finite_are_told_and_nothing_is_written(stored,
 
 def test_a_folder_with_another_training_is_refused(source, layered, tmp_path):
     trained(SMALL, source, tmp_path / "out")
-    with pytest.raises(ConfigError, match="features=32, expected features=64"):
+    with pytest.raises(ConfigError, match="features=32, but features=64 was requested"):
         Training(replace(SMALL, features=64), source, tmp_path / "out")
     with pytest.raises(ConfigError, match="on other activations"):
         Training(SMALL, source.of_prompts(range(64)), tmp_path / "out")

@@ -37,9 +37,7 @@ def widened() -> ComposedArchitecture:
 
 @pytest.mark.parametrize("sizes", [(4, 2, 0), (4, 0, 8), (0, 2, 8), (4, -2, 8)])
 def test_attention_without_heads_or_entries_is_refused(sizes):
-    with pytest.raises(
-        ConfigError, match=f"at least 1 query head, .* found num_attention_heads={sizes[0]}, "
-    ):
+    with pytest.raises(ConfigError, match=f"num_attention_heads, .* to be at least 1, found {sizes[0]}, "):
         AttentionSpec(*sizes)
 
 
@@ -59,7 +57,10 @@ def test_axes_of_several_sizes_are_refused_by_name_and_known_layer_by_layer():
         (4, 2, 4, 24),
     ]
     assert config.sizes_in(None) == {"hidden": 16, "one": 1}
-    with pytest.raises(ConfigError, match="expected head to be of one size in all layers, found 4 and 6"):
+    with pytest.raises(
+        ConfigError,
+        match="the axis .head. to have one size in all layers of the model, found the sizes 4 and 6",
+    ):
         config.width("z")
     assert dict(llama().axis_sizes) == llama().sizes_in(1)
 
@@ -118,14 +119,18 @@ def test_a_narrower_layer_is_a_wide_one_with_zeros():
 
 def test_parts_of_one_layer_have_one_size_per_axis():
     two = (AttentionSpec(4, 2, 4), AttentionSpec(4, 2, 8))
-    with pytest.raises(ConfigError, match="d_head to be of one size in all parts of a layer, found 4 and 8"):
+    with pytest.raises(
+        ConfigError, match="axis .d_head. to have one size in all parts of a layer, found the sizes 4 and 8"
+    ):
         LayerSpec(two, MlpSpec(24, "silu"))
 
 
 def test_per_layer_inputs_are_alike_in_all_layers():
     config = llama()
     first = replace(config.blocks[0], layer_input=LayerInputSpec(4, 40, "silu"))
-    with pytest.raises(ConfigError, match="per-layer inputs that are alike in all layers, found several"):
+    with pytest.raises(
+        ConfigError, match="per-layer inputs of the same width and activation in all layers, found"
+    ):
         replace(config, blocks=(first, *config.blocks[1:]))
 
 

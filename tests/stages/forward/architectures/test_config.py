@@ -186,7 +186,7 @@ def test_a_missing_or_mistyped_required_key_is_named(key):
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: expected factor to be a finite number"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "for 'full_attention' layers"),
         ({"hidden_act": "swiglu"}, "found 'swiglu'"),
-        ({"head_dim": 15}, "positive, even number of rotary dimensions per head, found 15"),
+        ({"head_dim": 15}, "positive, even number of entries of each head, found 15"),
         ({"tie_word_embeddings": "yes"}, "expected tie_word_embeddings to be true or false, found 'yes'"),
         ({"quantization_config": {"bits": 4}}, "found a quantization_config; fetch the model's unquantised"),
         ({"use_bidirectional_attention": True}, "expected a causal decoder"),
@@ -207,7 +207,7 @@ def test_a_config_without_model_type_and_an_unknown_one_are_told_apart():
 def test_layer_types_of_another_kind_or_number_are_refused():
     with pytest.raises(ConfigError, match="found 'chunked_attention'"):
         from_hf_config(raw("gemma2", layer_types=["chunked_attention"] * 4))
-    with pytest.raises(ConfigError, match=r"one layer_types entry per layer \(4\), found 1"):
+    with pytest.raises(ConfigError, match=r"one entry for each of 4 layers, found 1"):
         from_hf_config(raw("gemma2", layer_types=["full_attention"]))
 
 

@@ -49,22 +49,34 @@ def test_absent_keys_mean_what_they_mean_to_the_reference(family):
     ("family", "changes", "message"),
     [
         ("qwen3_next", {"hidden_act": "gelu"}, r"expected hidden_act 'silu' in a model with .*found 'gelu'"),
-        ("qwen3_next", {"layer_types": ["mamba"] * 6}, r"list layers of full_attention, .*found 'mamba'"),
+        (
+            "qwen3_next",
+            {"layer_types": ["mamba"] * 6},
+            r"type of each layer, full_attention or .*found 'mamba'",
+        ),
         (
             "qwen3_next",
             {"layer_types": ["full_attention"]},
-            r"one layer_types entry per layer \(6\), found 1",
+            r"layer_types to have one entry for each of 6 layers, found 1",
         ),
         (
             "qwen3_5_text",
             {"linear_num_value_heads": 24},
-            r"a number of heads that 16 groups divide, found 24",
+            r"found 24 heads and 16 groups",
         ),
-        ("lfm2", {"layer_types": ["linear_attention"] * 6}, r"list layers of full_attention, conv, found"),
+        (
+            "lfm2",
+            {"layer_types": ["linear_attention"] * 6},
+            r"type of each layer, full_attention or conv, found",
+        ),
         ("lfm2", {"partial_rotary_factor": 0.5}, r"expected no partial_rotary_factor"),
-        ("recurrent_gemma", {"block_types": ["mlp"]}, r"block_types to list layers of recurrent, .*'mlp'"),
+        (
+            "recurrent_gemma",
+            {"block_types": ["mlp"]},
+            r"block_types to list the type of each layer, recurrent or .*'mlp'",
+        ),
         ("minimax", {"hidden_act": "snake"}, r"expected an activation among .*found 'snake'"),
-        ("minimax", {"quantization_config": {}}, r"expected weights as plain numbers"),
+        ("minimax", {"quantization_config": {}}, r"expected unquantised weights"),
     ],
 )
 def test_what_is_not_followed_is_one_line(family, changes, message):

@@ -133,7 +133,7 @@ def test_attention_that_looks_both_ways_is_stored_whole_and_without_padding(fami
     bounds, rows = plain["pattern"].attrs["square_bounds"], plain.sizes["square"] // len(entry.segments)
     second = plain["pattern"].isel(square=slice(rows, rows + bounds[2] - bounds[1]))
     np.testing.assert_array_equal(second, stored["pattern"].isel(square=slice(*bounds[1:3])))
-    with pytest.raises(ShapeError, match="pairs, those of 11 prompts end to end, found"):
+    with pytest.raises(ShapeError, match="attention matrices of 11 prompts, found"):
         plain.mi.attn(0)
 
 
@@ -248,7 +248,7 @@ def test_numbers_too_large_for_float16_are_refused_not_stored_as_infinity(tmp_pa
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(1e6)
     model.save_pretrained(tmp_path / "m")
-    with pytest.raises(NotFinite, match="exceeds float16's largest number"):
+    with pytest.raises(NotFinite, match="exceeds the largest float16 number"):
         mizarr.capture(
             tmp_path / "m", [[1, 2, 3]], RESID, store=store, storage_dtype="float16", progress=False
         )

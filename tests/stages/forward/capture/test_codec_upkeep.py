@@ -143,7 +143,7 @@ def test_a_bucket_is_written_and_read_by_ranges(model, tmp_path, monkeypatch):
     """Of rows here and there come their chunks, not the shard; it is large enough that ranges stay apart."""
     monkeypatch.setattr(shards, "CHUNK_BYTES", 1 << 16)
     monkeypatch.setenv("MIZARR_CACHE", str(tmp_path / "cache"))
-    cloud._connected.cache_clear()
+    cloud._bucket_client.cache_clear()
     drawn = np.random.default_rng(3)
     prompts = PackedTokens.from_lists(drawn.integers(0, VOCAB, (320, 50)).tolist())
     how = {"hooks": "hook_embed", "segment_tokens": 16_000, "batch_tokens": 8000}
@@ -155,7 +155,7 @@ def test_a_bucket_is_written_and_read_by_ranges(model, tmp_path, monkeypatch):
         store, _ = made(model, prompts, address, **how)
         assert contents(store) == contents(near)
         assert codecs(store) == {"zstd"}
-        cloud._connected.cache_clear()
+        cloud._bucket_client.cache_clear()
         monkeypatch.setenv("MIZARR_CACHE", str(tmp_path / "fresh"))
         far = next(open_store(address, mode="r").entries()).open()
         far["token_id"].load()
@@ -167,4 +167,4 @@ def test_a_bucket_is_written_and_read_by_ranges(model, tmp_path, monkeypatch):
         assert 0 < proxy.sent - before < size / 4
         xr.testing.assert_equal(far["embed"].load(), whole["embed"].load())
         assert open_store(address).verify() == []
-    cloud._connected.cache_clear()
+    cloud._bucket_client.cache_clear()

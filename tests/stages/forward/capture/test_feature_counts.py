@@ -250,7 +250,7 @@ def test_a_killed_harvest_goes_on_to_the_same_bits_and_a_copy_has_them(model, di
 
 def test_what_features_do_not_read_is_refused_in_one_line(model, dictionary, tokens, tmp_path, capsys):
     store = open_store(tmp_path)
-    with pytest.raises(HookPointNotFound, match="that the features of specimen/plt read"):
+    with pytest.raises(HookPointNotFound, match="expected a hook point that this dictionary reads"):
         capture(model, tokens, HookSpec().capture("hook_embed", reduce=dictionary), store=store, **OPTIONS)
     with pytest.raises(HookPointNotFound, match="such as norm"):
         HookSpec().capture("hook_embed", reduce=3)  # type: ignore[arg-type]

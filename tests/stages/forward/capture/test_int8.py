@@ -307,7 +307,7 @@ def test_training_data_are_the_float32_it_stands_for(model, tokens, tmp_path, dt
 
 
 def test_one_number_to_a_row_is_refused_before_anything_is_written(model, tokens, tmp_path):
-    with pytest.raises(ShapeError, match="several numbers per row"):
+    with pytest.raises(ShapeError, match="one number per row"):
         captured(model, tokens, tmp_path, ["blocks.*.ln1.hook_scale"])
     assert not list(tmp_path.rglob("data/*"))
 

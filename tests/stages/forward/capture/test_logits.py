@@ -272,10 +272,10 @@ def test_a_killed_harvest_goes_on_to_the_same_bits(model, tokens, tmp_path):
 def test_what_cannot_be_kept_is_refused_in_one_line(model, tokens, tmp_path, capsys):
     store = open_store(tmp_path / "s")
     for spec, said in [
-        (HookSpec().capture(RESID, reduce="topk:3"), "'hook_logits' to keep the topk:3 of"),
-        (HookSpec().capture(LOGITS, reduce="norm"), "'topk:K' or 'logsumexp'"),
-        (HookSpec().capture(LOGITS), "a reduction of 'hook_logits'"),
-        (HookSpec().capture(f"grad:{LOGITS}", reduce="logsumexp"), "point that later operations read"),
+        (HookSpec().capture(RESID, reduce="topk:3"), "'topk:3': expected hook point 'hook_logits'"),
+        (HookSpec().capture(LOGITS, reduce="norm"), "expected reduce='topk:10'"),
+        (HookSpec().capture(LOGITS), "'hook_logits' is too large to store in full"),
+        (HookSpec().capture(f"grad:{LOGITS}", reduce="logsumexp"), "hook point that later operations read"),
     ]:
         with pytest.raises(HookPointNotFound, match=said):
             capture(model, tokens, spec, store=store, **OPTIONS)

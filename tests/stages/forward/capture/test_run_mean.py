@@ -282,7 +282,7 @@ def test_what_has_no_mean_is_refused_in_one_line(model, tokens, tmp_path):
     store = open_store(tmp_path / "s")
     for spec, said in [
         (HookSpec().capture("blocks.*.attn.hook_pattern", reduce="run_mean"), "row of numbers per token"),
-        (HookSpec().capture("hook_logits", reduce="run_mean"), "'topk:K' or 'logsumexp'"),
+        (HookSpec().capture("hook_logits", reduce="run_mean"), "expected reduce='topk:10'"),
     ]:
         with pytest.raises(HookPointNotFound, match=said):
             capture(model, tokens, spec, store=store, **OPTIONS)

@@ -132,7 +132,7 @@ def test_patterns_in_another_order_are_another_adapter(base, tmp_path, key):
 def test_patterns_of_another_kind_are_refused(base, tmp_path, key, patterns):
     save_adapter(tmp_path / "adapter", base, PLAIN)
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(PLAIN | {key: patterns}))
-    with pytest.raises(ConfigError, match=rf"expected (r|lora_alpha|{key}|patterns of names in {key})\b"):
+    with pytest.raises(ConfigError, match=rf"expected (r|lora_alpha|{key}|regular expressions in {key})\b"):
         Model.from_pretrained(base, device="cpu", adapter=tmp_path / "adapter")
 
 
@@ -214,10 +214,10 @@ def test_the_command_line_takes_an_adapter_once(base, tmp_path, capsys):
         ({"target_parameters": ["experts.w"]}, "expected target_parameters to be absent"),
         ({"layer_replication": [[0, 1]]}, "expected layer_replication"),
         ({"some_new_thing": 2}, "expected some_new_thing"),
-        ({"init_lora_weights": "pissa_niter_4"}, "leaves the base model as it is, found 'pissa_niter_4'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "does not change the base model, found 'pissa_niter_4'"),
         ({"r": "four"}, "expected r to be a positive number, found 'four'"),
-        ({"r": 3}, "expected factors of rank 3 of 'model.layers.0.mlp.down_proj'"),
-        ({"fan_in_fan_out": True}, r"to change '.*' by a matrix of shape \[\d+, \d+\], found shape"),
+        ({"r": 3}, "expected LoRA factors of 'model.layers.0.mlp.down_proj' of rank 3"),
+        ({"fan_in_fan_out": True}, r"to change '.*' by a tensor of shape \[\d+, \d+\], found shape"),
     ],
 )
 def test_what_is_not_merged_is_refused_in_one_line(base, tmp_path, edit, said):
@@ -232,11 +232,11 @@ def test_an_adapter_of_another_model_is_refused(base, tmp_path):
     save_adapter(tmp_path / "adapter", base, PLAIN)
     other = tmp_path / "other"
     random_models.save_random_model(other, "phi3", 1)
-    with pytest.raises(WeightsError, match="which is not in it; is it an adapter of another model"):
+    with pytest.raises(WeightsError, match="which the checkpoint does not have; load the base model"):
         resolve(other, adapter=tmp_path / "adapter").identity()
     with pytest.raises(ModelNotFound, match=r"found no adapter_config\.json"):
         resolve(base, adapter=other)
-    with pytest.raises(ConfigError, match="expected an adapter or backend='transformers', found both"):
+    with pytest.raises(ConfigError, match="expected either adapter= or backend='transformers', found both"):
         resolve(base, adapter=tmp_path / "adapter", backend="transformers")
 
 
@@ -246,7 +246,7 @@ def test_a_tied_embedding_is_left_alone(tmp_path):
     save_adapter(
         tmp_path / "adapter", tied, PLAIN | {"modules_to_save": ["e"]}, whole=("model.embed_tokens.weight",)
     )
-    with pytest.raises(WeightsError, match="which is embedding and head at once"):
+    with pytest.raises(WeightsError, match="which is both embedding and LM head"):
         resolve(tied, adapter=tmp_path / "adapter").architecture()
 
 

@@ -370,7 +370,7 @@ def test_packed_integers_are_what_their_library_makes_of_them(tmp_path, bits, sy
         (GPTQ | {"bits": 3}, "expected bits of gptq to be one of 2, 4, 8, found 3"),
         (GPTQ | {"bits": True}, "found True"),
         (GPTQ | {"checkpoint_format": "marlin"}, "found 'marlin'"),
-        (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, "without dynamic settings"),
+        (GPTQ | {"dynamic": {"+:.*": {"bits": 8}}}, "with the same settings for all modules"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "expected version of awq .* found 'gemv'"),
         ({"quant_method": "bitsandbytes"}, "found neither"),
         (BNB | {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage of bitsandbytes"),
@@ -384,7 +384,7 @@ def test_packed_integers_are_what_their_library_makes_of_them(tmp_path, bits, sy
         (
             ct("int-quantized", **INT4)
             | {"config_groups": {"a": {"weights": INT4}, "b": {"weights": INT4 | {"num_bits": 8}}}},
-            "expected one kind of weights",
+            "to have one setting for all weights",
         ),
     ],
 )
@@ -413,12 +413,12 @@ def test_parts_that_do_not_fit_are_named(base, tmp_path):
     name = "model.layers.1.mlp.up_proj"
     save_file(held | {f"{name}.scales": torch.ones(1, 3).half()}, packed / "model.safetensors")
     with pytest.raises(
-        WeightsError, match=rf"parts of '{name}\.weight' that fit together as gptq packs them"
+        WeightsError, match=rf"weight '{name}\.weight' with shapes that fit together for gptq"
     ):
         Model.from_pretrained(packed, device="cpu")
     del held[f"{name}.scales"]
     save_file(held, packed / "model.safetensors")
-    with pytest.raises(WeightsError, match=rf"expected '{name}\.scales' beside"):
+    with pytest.raises(WeightsError, match=rf"expected a tensor '{name}\.scales' for the quantised"):
         Model.from_pretrained(packed, device="cpu")
     edit(packed, quantization_config={"quant_method": "mxfp4"})
     with pytest.raises(WeightsError, match=r"a tensor 'model\.layers\.0\.self_attn\.q_proj\.weight'"):

@@ -47,7 +47,7 @@ def test_a_tensor_inside_a_layer_is_refused(family, name, door, tmp_path):
             str(tmp_path / "model"), model.ids, "blocks.0.hook_resid_post", store=store, progress=False
         ),
     }
-    with pytest.raises(WeightsError, match=r"found '.*', which would change nothing here; merge an adapter"):
+    with pytest.raises(WeightsError, match=r"found '.*', which would be ignored; merge an adapter"):
         doors[door]()
     assert not list(store.records())
 

@@ -592,17 +592,17 @@ def test_without_a_tokenizer_ids_are_continued(tmp_path):
     ("chosen", "message"),
     [
         ({"max_tokens": 0}, "expected max_tokens of at least 1, found 0"),
-        ({"temperature": -1.0}, "expected a temperature >= 0, found -1.0"),
-        ({"temperature": math.nan}, "expected a temperature >= 0, found nan"),
+        ({"temperature": -1.0}, "expected a finite temperature >= 0, found -1.0"),
+        ({"temperature": math.nan}, "expected a finite temperature >= 0, found nan"),
         ({"temperature": 1.0}, "expected a seed"),
         ({"temperature": 1.0, "seed": 0, "top_k": 0}, "expected top_k of at least 1"),
         ({"temperature": 1.0, "seed": 0, "top_p": 1.5}, r"expected top_p in \(0, 1\], found 1.5"),
-        ({"top_k": 3}, "set a temperature > 0"),
-        ({"stop": ""}, "expected stop to hold texts and token ids"),
-        ({"stop": [1.5]}, "expected stop to hold texts and token ids"),
-        ({"stop": -1}, "expected stop ids counted from 0, found -1"),
+        ({"top_k": 3}, "set temperature=1"),
+        ({"stop": ""}, "stop: expected texts and token ids"),
+        ({"stop": [1.5]}, "stop: expected texts and token ids"),
+        ({"stop": -1}, "stop: expected token ids of at least 0, found -1"),
         ({"capture_positions": "all"}, "expected capture_positions='new' or 'every'"),
-        ({"capture_positions": "every", "cache": True}, "with cache=True"),
+        ({"capture_positions": "every", "cache": True}, "cache=True computes only the newest position"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_in_one_line(model, chosen, message):
@@ -619,7 +619,7 @@ def test_prompts_and_specs_that_do_not_fit_are_refused_before_anything_runs(mode
     (ids,) = draw_ids(1, PROMPT)
     resid, pattern = "blocks.0.hook_resid_post", "blocks.0.attn.hook_pattern"
     reach = PROMPT + 4 - 1
-    with pytest.raises(PromptError, match="leaves room to generate"):
+    with pytest.raises(PromptError, match="expected a prompt shorter than the context"):
         generate(model, [3] * model.config.context_length)
     with pytest.raises(PromptError, match="expected one seed, or one for each of 1 prompts, found 2"):
         generate(model, ids, temperature=1.0, seed=[1, 2])
@@ -657,5 +657,5 @@ def test_token_0_can_end_a_text_and_ids_that_are_none_are_refused(model):
         None,
     )
     for wrong in ([1.5], ["a"], [True], [None], [-1], True):
-        with pytest.raises(ConfigError, match="expected eos to hold token ids"):
+        with pytest.raises(ConfigError, match="eos: expected token ids"):
             generate(model, ids, max_tokens=1, eos=wrong)

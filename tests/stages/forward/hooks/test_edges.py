@@ -63,15 +63,15 @@ def test_every_position_means_what_a_causal_model_has(spec: KnockoutSpec, expect
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: KnockoutSpec().edge(None, None), "every position on both sides"),
+        (lambda: KnockoutSpec().edge(None, None), "found None for both"),
         (lambda: KnockoutSpec().layer(-1), "counted from 0, found -1"),
         (lambda: KnockoutSpec().heads([]), "at least one head"),
-        (lambda: KnockoutSpec().layer_range(3, 1), r"found 3\.\.1; swap"),
+        (lambda: KnockoutSpec().layer_range(3, 1), "found layers 3 to 1; swap"),
         (lambda: KnockoutSpec().hooks(CONFIG, LENGTH), "at least one edge"),
         (lambda: KnockoutSpec().edge(4, 0).layer(4).hooks(CONFIG, LENGTH), r"layers in 0\.\.3, found 4"),
         (lambda: KnockoutSpec().edge(4, 0).head(3).hooks(CONFIG, LENGTH), r"heads in 0\.\.2, found 3"),
         (lambda: KnockoutSpec().edge(5, 0).hooks(CONFIG, LENGTH), r"positions in 0\.\.4 .* found 5"),
-        (lambda: KnockoutSpec().edge(-6, 0).hooks(CONFIG, LENGTH), r"found -6 in edge \(-6, 0\)"),
+        (lambda: KnockoutSpec().edge(-6, 0).hooks(CONFIG, LENGTH), r"\(-6, 0\): .*found -6"),
         (lambda: KnockoutSpec().edge(1, 2).hooks(CONFIG, LENGTH), "a causal model has no weight there"),
         (lambda: KnockoutSpec().from_position(3).hooks(CONFIG, LENGTH), "leaves query 3 no key"),
         (lambda: KnockoutSpec().to_position(0).hooks(CONFIG, LENGTH), r"leaves query 0 no key .*keep_self"),

@@ -251,8 +251,11 @@ def test_a_spec_knows_what_it_asks_for_by_name_and_by_glob():
 @pytest.mark.parametrize(
     ("point", "instead"),
     [
-        (HookPoint.router_probs(0), "change a point from which it is computed$"),
-        (HookPoint.ssm_state(0), r"change 'blocks\.0\.ssm\.hook_state_seq' or 'blocks\.0\.ssm\.hook_write'$"),
+        (HookPoint.router_probs(0), "intervene at a point from which it is computed instead$"),
+        (
+            HookPoint.ssm_state(0),
+            r"at 'blocks\.0\.ssm\.hook_state_seq' or 'blocks\.0\.ssm\.hook_write' instead$",
+        ),
     ],
 )
 def test_a_change_of_what_is_only_worked_out_is_refused_and_told_what_there_is_to_change(point, instead):

@@ -135,7 +135,7 @@ def test_set_value_shares_the_rest_in_proportion():
 
 
 def test_set_value_of_more_than_a_row_holds_is_refused():
-    with pytest.raises(InterventionError, match="expected weights that sum to at most 1"):
+    with pytest.raises(InterventionError, match="expected attention weights that sum to at most 1"):
         SetValue([(3, 0), (3, 1)], 0.7).apply(uniform_pattern(), PATTERN, CAUSAL)
 
 
@@ -169,12 +169,12 @@ def test_an_open_edge_means_every_position():
         (Zero(heads=(0,)), RESID, "with heads to select"),
         (AddAtPositions([(4, [0.0, 0.0, 0.0])]), RESID, "found 4"),
         (AddAtPositions([(0, [0.0, 0.0])]), RESID, "vector of length 3"),
-        (AddAtPositions([(0, [0.0, 0.0, 0.0])]), HEADS, "found it at"),
-        (Knockout([(3, 0)]), RESID, "belongs at 'blocks.0.attn.hook_scores'"),
+        (AddAtPositions([(0, [0.0, 0.0, 0.0])]), HEADS, "expected a hook point with axes"),
+        (Knockout([(3, 0)]), RESID, "expected the hook point 'blocks.0.attn.hook_scores'"),
         (Knockout([(0, 3)]), SCORES, "expected a query at or after its key"),
         (Knockout([(9, 3)]), SCORES, "found 9"),
         (Knockout(mask=np.zeros((3, 3), bool)), SCORES, "expected a mask of shape"),
-        (Steer([(3, 1)], 2.0), SCORES, "belongs at 'blocks.0.attn.hook_pattern'"),
+        (Steer([(3, 1)], 2.0), SCORES, "expected the hook point 'blocks.0.attn.hook_pattern'"),
         (SetValue([(3, 1)], 0.5, heads=(7,)), PATTERN, "found 7"),
     ],
 )

@@ -196,7 +196,7 @@ def test_a_payload_with_a_row_per_prompt_is_refused_where_batches_are_the_passs_
         lambda: mizarr.run(model, [Run(prompt, spec) for prompt in prompts]),
         lambda: mizarr.generate(model, prompts, spec, max_tokens=2),
     ):
-        with pytest.raises(InterventionError, match=r"with a row for each of 4|batch=1") as error:
+        with pytest.raises(InterventionError, match=r"found 4 rows; give each prompt|batch=1") as error:
             refused()
         assert "\n" not in str(error.value)
     own = [HookSpec().intervene(STREAM, maker(row)).capture("blocks.1.hook_resid_post") for row in rows]

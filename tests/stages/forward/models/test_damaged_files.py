@@ -20,12 +20,15 @@ from mizarr.workflows.cli import run as mizarr_command
 SPECIMEN = Path(__file__).parents[4] / "stages" / "forward" / "specimen"
 CLT = Path(__file__).parents[4] / "stages" / "features" / "specimen" / "clt"
 PUT = {
-    "a link to nothing": (lambda path: path.symlink_to(path.with_name("nowhere")), "which is not there"),
-    "a link to itself": (lambda path: path.symlink_to(path), "which is not there"),
+    "a link to nothing": (lambda path: path.symlink_to(path.with_name("nowhere")), "which does not exist"),
+    "a link to itself": (lambda path: path.symlink_to(path), "which does not exist"),
     "a folder": (lambda path: path.mkdir(), "found a folder"),
     "a pipe": (os.mkfifo, "found something else"),
-    "nothing": (lambda path: path.touch(), "found an empty file"),
-    "a pointer": (lambda path: path.write_bytes(LFS_POINTER + b"v1\noid sha256:0\nsize 9\n"), "git lfs pull"),
+    "nothing": (lambda path: path.touch(), "is empty"),
+    "git-lfs pointer": (
+        lambda path: path.write_bytes(LFS_POINTER + b"v1\noid sha256:0\nsize 9\n"),
+        "git lfs pull",
+    ),
 }
 FILES = (
     "model.safetensors",
@@ -103,7 +106,7 @@ def test_names_of_no_model_are_refused_in_one_line(name):
 
 @pytest.mark.parametrize("mode", ["w", "x", "r+", "w-", "", None, 3, ["r"]], ids=repr)
 def test_modes_there_are_not_are_refused_and_nothing_is_made(tmp_path, mode):
-    with pytest.raises(ConfigError, match=r"expected mode 'a' .* or 'r'"):
+    with pytest.raises(ConfigError, match=r"expected mode='a' .* or mode='r'"):
         open_store(tmp_path / "store", mode=mode)
     assert not (tmp_path / "store").exists()
 

@@ -193,7 +193,9 @@ def test_files_of_torch_are_taken_only_without_safetensors():
 def test_a_repository_without_weights_is_refused_before_anything_is_fetched(hub):
     hub.files = {name: it for name, it in FILES.items() if not name.endswith((".safetensors", ".bin"))}
     hub.files["consolidated.pth"] = b"1"
-    with pytest.raises(DownloadError, match=r"in org/name, found consolidated.pth; look for a converted"):
+    with pytest.raises(
+        DownloadError, match=r"in the hub repository org/name, found consolidated.pth; look on the hub"
+    ):
         fetch("org/name", progress=False)
     assert not any("/resolve/" in path for path in hub.asked)
 
@@ -204,10 +206,14 @@ def test_a_repository_without_weights_is_refused_before_anything_is_fetched(hub)
         (
             404,
             "RepoNotFound",
-            "the hub has no model 'org/name' for you; check the spelling, and set HF_TOKEN",
+            "found none named 'org/name'; check the spelling, and set HF_TOKEN",
         ),
-        (403, "GatedRepo", "org/name is gated: accept its terms on its page, then set HF_TOKEN"),
-        (404, "RevisionNotFound", "org/name has no revision 'v9'"),
+        (
+            403,
+            "GatedRepo",
+            "org/name is gated on the Hugging Face hub: accept its terms at https://huggingface.co/org/name",
+        ),
+        (404, "RevisionNotFound", "expected a branch, tag or commit of org/name, found 'v9'"),
     ],
 )
 def test_what_the_hub_refuses_is_told_apart(hub, status, refusal, message):
@@ -231,14 +237,16 @@ def test_without_a_connection_the_error_is_one_line(hub, monkeypatch):
     with pytest.raises(DownloadError) as error:
         fetch("org/name", progress=False)
     assert str(error.value) == (
-        "the hub did not deliver org/name: Name or service not known; what arrived is kept, so try again "
-        "when you are online"
+        "the download of org/name from the Hugging Face hub failed: Name or service not known; finished "
+        "files are kept, so run the same command again when you are online"
     )
 
 
 def test_a_disk_too_small_is_noticed_before_the_download(hub, monkeypatch):
     monkeypatch.setattr(download.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    with pytest.raises(DownloadError, match=r"org/name needs 100kB more in .*, which has 1kB free"):
+    with pytest.raises(
+        DownloadError, match=r"expected 100kB of free disk space in .* to download org/name, found 1kB"
+    ):
         fetch("org/name", progress=False)
     assert not any("/resolve/" in path for path in hub.asked)
 
@@ -252,7 +260,7 @@ def test_a_connection_that_breaks_is_tried_again(hub):
 
 def test_files_that_arrived_before_an_interruption_are_kept(hub):
     hub.broken.append("model.safetensors")
-    with pytest.raises(DownloadError, match="what arrived is kept"):
+    with pytest.raises(DownloadError, match="finished files are kept"):
         fetch("org/name", progress=False)
     hub.broken.clear()
     hub.asked.clear()

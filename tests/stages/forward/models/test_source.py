@@ -123,7 +123,7 @@ def test_a_node_made_before_its_files_were_replaced_is_refused(folder, store, ra
     if ran:
         captured(str(folder), store)
     replace_weights(folder)
-    with pytest.raises(SourceChanged, match="they were replaced meanwhile; start again"):
+    with pytest.raises(SourceChanged, match="they were replaced meanwhile; run the command again"):
         node.status(store)
     assert len(list(store.records())) == (2 if ran else 0)
 
@@ -135,7 +135,7 @@ def test_files_replaced_between_plan_and_load_are_never_loaded(folder):
     replace_weights(folder)
     for each in (source, sent):
         with pytest.raises(
-            SourceChanged, match=r"to be model [0-9a-f]{12}, as when|they were replaced meanwhile"
+            SourceChanged, match=r"with identity [0-9a-f]{12}, as when|they were replaced meanwhile"
         ):
             each.load()
 
@@ -323,7 +323,7 @@ def test_a_cast_model_has_the_key_of_what_it_computes(folder):
 def test_a_model_altered_beyond_its_tensors_cannot_be_stored(folder, store, alter):
     model = Model.from_pretrained(folder)
     alter(model)
-    with pytest.raises(ConfigError, match="such a model has no identity, so its results cannot"):
+    with pytest.raises(ConfigError, match="results cannot be stored under a key"):
         captured(model, store)
     with pytest.raises(ConfigError):
         mizarr.run(model, [mizarr.Run([1, 2])], store=store)
@@ -347,7 +347,7 @@ def test_a_model_that_was_loaded_by_name_and_edited_is_not_served_for_its_files(
         "experiment": lambda: run(ablation_node(folder), store),
     }
     kept = len(list(store.records()))
-    with pytest.raises(SourceChanged, match=r"as in its files, found \S+ edited in memory; give the edited"):
+    with pytest.raises(SourceChanged, match=r"as in its files, found \S+ edited in memory; pass the edited"):
         doors[door]()
     assert len(list(store.records())) == kept
     doors[door]()
@@ -374,7 +374,7 @@ def test_a_node_made_before_its_weights_were_edited_is_refused(folder, store):
     node = CaptureNode(model, PROMPTS, RESID)
     assert node.run_key
     _numpy(model)
-    with pytest.raises(SourceChanged, match="changed in memory meanwhile; start again"):
+    with pytest.raises(SourceChanged, match="edited in memory during this call; call it again"):
         run(node, store)
     assert not list(store.records())
 
@@ -384,7 +384,7 @@ def test_what_is_stored_of_a_model_is_not_served_for_its_edited_weights(folder, 
     node = CaptureNode(model, PROMPTS, RESID)
     run(node, store)
     _data(model)
-    with pytest.raises(SourceChanged, match="changed in memory meanwhile; start again"):
+    with pytest.raises(SourceChanged, match="edited in memory during this call; call it again"):
         run(node, store)
 
 
@@ -422,7 +422,9 @@ def test_a_fingerprint_tells_where_two_states_differ():
 
 
 def test_a_tensor_whose_bytes_cannot_be_read_has_no_identity():
-    with pytest.raises(ConfigError, match="expected a plain tensor at 'w', found one whose bytes cannot"):
+    with pytest.raises(
+        ConfigError, match="expected a dense tensor at 'w' of the model, found one whose bytes cannot"
+    ):
         fingerprint({"w": torch.zeros(2, device="meta")})
     with pytest.raises(ConfigError):
         fingerprint({"w": torch.eye(2).to_sparse()})

@@ -69,7 +69,7 @@ def test_a_head_larger_than_the_room_is_told_when_it_is_needed(tmp_path):
                       num_key_value_heads=1, tie_word_embeddings=False)  # fmt: skip
     model = few(tmp_path / "m")
     model.forward(IDS, HookSpec().capture("blocks.*.hook_resid_post"), want=None)
-    with pytest.raises(ConfigError, match="room for the LM head"):
+    with pytest.raises(ConfigError, match="memory for the LM head"):
         model.forward(IDS)
 
 
@@ -101,10 +101,10 @@ def test_edited_weights_have_no_identity_and_are_not_lost_silently(folder, where
     weights = model.network.weights
     with torch.no_grad():
         (part_of(weights.layers[0], "q").weight if where == "layer" else weights.final_norm.weight).mul_(2)
-    with pytest.raises(ConfigError, match="such a model has no identity"):
+    with pytest.raises(ConfigError, match="results cannot be stored under a key"):
         _ = model.identity
     if where == "layer":
-        with pytest.raises(ConfigError, match="layer 0 changed: weights that come and go cannot be edited"):
+        with pytest.raises(ConfigError, match="found layer 0 edited in memory"):
             model.forward(IDS)
 
 
@@ -113,7 +113,9 @@ def test_files_written_meanwhile_are_refused(folder):
     model.forward(IDS)
     tensors = load_file(folder / "model.safetensors")
     save_file({name: tensor + 1 for name, tensor in tensors.items()}, folder / "model.safetensors")
-    with pytest.raises(SourceChanged, match="changed meanwhile, and layers are still to be read"):
+    with pytest.raises(
+        SourceChanged, match="unchanged since the model was loaded, because layers are still read"
+    ):
         model.forward(IDS)
 
 
@@ -128,7 +130,9 @@ def test_a_damaged_layer_is_told_when_it_is_reached(folder):
 
 
 def test_too_little_for_one_layer_is_refused_and_sizes_may_be_words(folder):
-    with pytest.raises(ConfigError, match=r"expected at least .* one layer at a time, found 1 KiB"):
+    with pytest.raises(
+        ConfigError, match=r"expected at least .* largest layer and shared weights, found 1 KiB"
+    ):
         Model.from_pretrained(folder, max_memory="1KiB")
     assert Model.from_pretrained(folder, max_memory="1GiB").streamed is None
 
@@ -137,7 +141,7 @@ def test_what_would_read_all_weights_for_every_step_is_refused(folder):
     from mizarr.stages.forward.generation.generate import generate
 
     model = few(folder)
-    with pytest.raises(ConfigError, match=r"for text, token by token, found that layers come and go"):
+    with pytest.raises(ConfigError, match=r"for text, token by token, found that layers are read from"):
         generate(model, [IDS[0]], max_tokens=2)
 
 
@@ -185,7 +189,7 @@ def test_what_layers_share_is_there_once_and_stays(tmp_path):
 def test_a_setting_says_how_much_memory_there_is(folder, monkeypatch, capfd):
     monkeypatch.setenv("MIZARR_MEMORY", str(sizes_of(folder).total - 1))
     model = Model.from_pretrained(folder)
-    assert model.streamed is not None and "layers come and go" in capfd.readouterr().err
+    assert model.streamed is not None and "each pass reads layers from files" in capfd.readouterr().err
     monkeypatch.setenv("MIZARR_MEMORY", "100MB")
     assert Model.from_pretrained(folder).streamed is None and not capfd.readouterr().err
 

@@ -42,7 +42,7 @@ def test_a_process_that_is_not_tuned_leaves_products_to_torch_and_the_allocator_
 
 def test_anything_but_on_and_off_is_refused(monkeypatch):
     monkeypatch.setenv("MIZARR_TUNING", "no")
-    with pytest.raises(ConfigError, match="expected MIZARR_TUNING to be 'on' or 'off', found 'no'"):
+    with pytest.raises(ConfigError, match="MIZARR_TUNING to be 'on' or 'off', found 'no'"):
         is_tuned()
 
 

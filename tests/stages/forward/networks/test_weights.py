@@ -74,7 +74,9 @@ def test_a_tied_head_that_differs_in_the_file_is_refused(file):
     held = tensors()
     held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
     held["lm_head.weight"][-1, -1] += 1
-    with pytest.raises(WeightsError, match=r"expected lm_head\.weight to equal model\.embed_tokens\.weight"):
+    with pytest.raises(
+        WeightsError, match=r"tensors .lm_head\.weight. and .model\.embed_tokens\.weight. to be equal"
+    ):
         load(file(held), tied)
     with pytest.raises(WeightsError, match=r"set tie_word_embeddings to false"):
         readout_from_files([file(held)], tied)
@@ -122,7 +124,9 @@ def test_shards_are_read_through_their_index(tmp_path):
         loaded.layers[0].channel_mixer.weights.gate.weight, held["model.layers.0.mlp.gate_proj.weight"]
     )
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(WeightsError, match=r"lists 2 files, found no model-00002-of-00002.safetensors"):
+    with pytest.raises(
+        WeightsError, match=r"the 2 weight files listed in .*, found no model-00002-of-00002.safetensors"
+    ):
         _ = resolve(tmp_path).weight_files
 
 
@@ -138,7 +142,8 @@ def test_a_missing_tensor_is_named_with_the_nearest_there_is(file):
 def test_a_misshapen_tensor_is_named_with_both_shapes(file):
     held = tensors() | {"model.norm.weight": torch.ones(17)}
     with pytest.raises(
-        WeightsError, match=r"'model.norm.weight' of shape \[16\] as config.json says, found \[17\]"
+        WeightsError,
+        match=r"'model.norm.weight' to have the shape \[16\] that follows from config.json, found \[17\]",
     ):
         load(file(held))
 
@@ -148,7 +153,8 @@ def test_a_tensor_that_is_not_finite_is_named(file, bad):
     held = tensors()
     held["model.layers.0.mlp.up_proj.weight"][3, 4] = bad
     with pytest.raises(
-        WeightsError, match=r"found 1 NaN or infinite values in 'model.layers.0.mlp.up_proj.weight'"
+        WeightsError,
+        match=r"found 1 NaN or infinite values in the tensor .model.layers.0.mlp.up_proj.weight'",
     ):
         load(file(held))
 
@@ -184,7 +190,7 @@ def test_opposite_infinities_do_not_cancel(file):
 
 def test_quantised_tensors_are_refused(file):
     held = tensors() | {"model.layers.0.mlp.up_proj.weight": torch.zeros(24, 16, dtype=torch.int8)}
-    with pytest.raises(WeightsError, match=r"found I8; quantised weights do not run here"):
+    with pytest.raises(WeightsError, match=r"found I8; mizarr does not support this quantisation"):
         load(file(held))
 
 
@@ -206,7 +212,7 @@ def test_a_file_cut_short_is_named_with_both_sizes(file):
 def test_a_file_that_is_no_safetensors_file_is_named(tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(
-        WeightsError, match=r"model.safetensors(, found an empty| is no (complete )?safetensors) file"
+        WeightsError, match=r"model.safetensors (is empty|is not a (complete|valid) safetensors file)"
     ):
         weights.read_shapes([tmp_path / "model.safetensors"])
 

@@ -161,8 +161,8 @@ def test_reading_raw_scores_widens_a_branch_and_the_plan_says_so(models):
     reading = HookSpec().extend(narrow).capture(HookPoint.scores(1))
     planned = plan(model, [Run(prompt), Run(prompt, reading)])
     assert planned.positions - plan(model, [Run(prompt), Run(prompt, narrow)]).positions == 8
-    assert "; 1 widened to every position, as raw scores are read" in planned.describe()
-    assert "widened" not in plan(model, [Run(prompt), Run(prompt, narrow)]).describe()
+    assert "; 1 compute every position, as raw scores are captured" in planned.describe()
+    assert "compute every position" not in plan(model, [Run(prompt), Run(prompt, narrow)]).describe()
 
 
 def test_nothing_runs_above_the_last_thing_wanted(models):
@@ -212,7 +212,7 @@ def test_a_smaller_budget_takes_more_sweeps_and_gives_the_same(models, memory):
 
 
 def test_a_run_that_does_not_fit_is_refused_before_anything_runs(models):
-    with pytest.raises(PlanError, match=r"needs about .* bytes, more than the memory of 1,000"):
+    with pytest.raises(PlanError, match=r"memory: expected .* bytes for a run of 3 tokens, found only 1,000"):
         plan(models("llama", 0), [Run([1, 2, 3])], memory=1000)
 
 

@@ -213,7 +213,7 @@ def test_a_disk_without_room_is_told_before_anything_is_computed(tmp_path, monke
 
     monkeypatch.setattr(LocalFolder, "free_bytes", property(lambda self: 1000))
     store = open_store(tmp_path / "store")
-    with pytest.raises(StoreFull, match="bytes of room"):
+    with pytest.raises(StoreFull, match="bytes of free disk space"):
         capture("specimen", ["a prompt"], HOOKS, store=store, progress=False)
     assert list(store.entries()) == []
 
@@ -229,7 +229,7 @@ def test_so_is_one_without_room_for_what_a_corpus_gained(tmp_path, monkeypatch):
     capture("specimen", prompts[:8], HOOKS, **asked)
     of_token = 6 * 192 * 4
     monkeypatch.setattr(LocalFolder, "free_bytes", property(lambda self: 30 * 16 * of_token))
-    with pytest.raises(StoreFull, match=f"expected {32 * 16 * of_token} bytes of room"):
+    with pytest.raises(StoreFull, match=f"expected {32 * 16 * of_token} bytes of free disk space"):
         capture("specimen", prompts, HOOKS, **asked)
     assert capture("specimen", prompts[:32], HOOKS, **asked).sizes["token"] == 32 * 16
 
@@ -467,11 +467,11 @@ def test_labels_have_names_that_store_and_capture_leave_them(words, tmp_path):
     (tmp_path / "a.txt").write_text("a")
     path, store = str(tmp_path / "a.jsonl"), open_store(tmp_path / "store")
     for name in ("../../evil", "a/b", "..", "", "zarr.json", "token_id", "row_size"):
-        with pytest.raises(PromptError, match="names of their own"):
+        with pytest.raises(PromptError, match="labels= with names that can be stored"):
             Corpus(path, labels=[name])
-    with pytest.raises(PromptError, match="unlike captures and their axes, found 'resid_post'"):
+    with pytest.raises(PromptError, match="other names than captures and their axes, found 'resid_post'"):
         capture("specimen", Corpus(path, labels=["resid_post"]), HOOKS, store=store, progress=False)
-    with pytest.raises(PromptError, match="columns for 'l', found text"):
+    with pytest.raises(PromptError, match="a column 'l', found the text file"):
         Corpus(str(tmp_path / "a.txt"), labels=["l"]).tokens(words, store)
 
 
@@ -482,7 +482,7 @@ def test_settings_that_make_no_sense_are_refused(words, tmp_path):
         ({"pack": True}, "context"),
         ({"context": 0}, "at least 1"),
         ({"share": 0.0}, "share"),
-        ({"labels": ["document"]}, "taken"),
+        ({"labels": ["document"]}, "a name that mizarr uses"),
     ):
         with pytest.raises(PromptError, match=says):
             Corpus(path, **wrong)
@@ -543,9 +543,9 @@ def test_labels_that_are_not_there_are_refused_in_a_line(tmp_path):
     corpus = Corpus(str(file), labels="label")
     ds = capture("specimen", corpus, hooks="blocks.0.hook_resid_post", store=store, progress=False)
     for said, told in (
-        ({"label": "neg"}, "expected a value of label that some prompt has, 'pos', found 'neg'"),
-        ({"lable": "pos"}, "expected a selector among document, label, prompt.* found 'lable'"),
-        ({"token": "film"}, "found 'film'.* selected by chars='film'"),
+        ({"label": "neg"}, "no prompt has label='neg'; values of label are 'pos'"),
+        ({"lable": "pos"}, "selects by document, label, prompt.* found 'lable'"),
+        ({"token": "film"}, "no token 'film'.* by chars='film'"),
     ):
         with pytest.raises(MizarrError, match=told):
             ds.mi.sel(**said)

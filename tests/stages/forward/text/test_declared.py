@@ -494,11 +494,17 @@ def test_the_digest_is_of_every_token_that_is_read(base, tmp_path):
         ({CONFIG: {"extra_special_tokens": "a"}}, "expected extra_special_tokens as a list"),
         ({CONFIG: {"extra_special_tokens": [5]}}, "expected extra_special_tokens as the text"),
         ({CONFIG: {"extra_special_tokens": {"a_token": 5}}}, "expected a_token as the text"),
-        ({CONFIG: {"added_tokens_decoder": ["a"]}}, "expected added_tokens_decoder as tokens by their id"),
-        ({CONFIG: {"added_tokens_decoder": {"a": token("a")}}}, "expected added_tokens_decoder as tokens"),
+        (
+            {CONFIG: {"added_tokens_decoder": ["a"]}},
+            "expected added_tokens_decoder as an object with a token",
+        ),
+        (
+            {CONFIG: {"added_tokens_decoder": {"a": token("a")}}},
+            "expected added_tokens_decoder as an object with a token",
+        ),
         (
             {CONFIG: {"added_tokens_decoder": {"5": "a"}}},
-            "expected each entry of added_tokens_decoder to be an object",
+            "expected each entry of added_tokens_decoder as an object",
         ),
         ({CONFIG: {"model_specific_special_tokens": []}, MAP: []}, "expected a JSON object in"),
         ({CONFIG: {"model_specific_special_tokens": ["a"]}}, "expected model_specific_special_tokens"),

@@ -348,13 +348,13 @@ def test_a_tokenizer_beside_the_file_comes_first(tmp_path):
         ({"pre": None}, r"found None.*tokenizer\.json"),
         ({"pre": "default"}, "found 'default'"),
         ({"model": "t5"}, r"gpt2, llama, bert, found 't5'; put the tokenizer\.json"),
-        ({"merges": None}, "merges beside its tokens, found none"),
+        ({"merges": None}, "a list tokenizer.ggml.merges, found none"),
         ({"merges": ["ab"]}, "expected two pieces .* found 'ab'"),
-        ({"merges": ["a \u0100"]}, "cannot be read .*fetch it again"),
-        ({"token_type": [1, 1]}, r"token_type for each of \d+ tokens, found 2"),
-        ({"token_type": None}, "token_type for each of .*found none"),
-        ({"tokens": ["a", "a"]}, "all of them different, found some twice"),
-        ({"add_bos_token": True}, "bos_token_id, as one is added to every text, found none"),
+        ({"merges": ["a \u0100"]}, "cannot be read .*fetch the file again"),
+        ({"token_type": [1, 1]}, r"token_type with a number for each of \d+ tokens, found 2"),
+        ({"token_type": None}, "token_type with a number for each of .*found none"),
+        ({"tokens": ["a", "a"]}, "a list of different tokens .*, found one of them twice"),
+        ({"add_bos_token": True}, "bos_token_id, because this token is added to every text, found none"),
         ({"bos_token_id": 99999}, "expected the id of bos in 0.."),
     ],
 )
@@ -494,5 +494,5 @@ def test_a_damaged_memo_of_encodings_is_encoded_anew(row, tmp_path, monkeypatch)
 def test_pieces_that_would_take_forever_to_pair_are_refused(tmp_path):
     keys = metadata(sentence_piece(), "llama", "default")
     keys["tokens"][300] = "x" * 300
-    with pytest.raises(TokenizerError, match=r"pieces of at most 256 characters, found one of 300; put the"):
+    with pytest.raises(TokenizerError, match=r"tokens of at most 256 characters, found one of 300; put the"):
         save(tmp_path / "m.gguf", keys, bos_token_id=1).tokenizer().encode("a")

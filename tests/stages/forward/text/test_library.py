@@ -108,7 +108,7 @@ def test_bos_is_placed_where_it_is_asked(tokenizer, bare):
     written = tokenizer.encode("<s>Paris", add_special=False, prepend_bos=False)
     assert written.ids[0] == 0, "a BOS in the text is text"
     assert bare.encode("Paris").ids == bare.encode("Paris", prepend_bos=False).ids
-    with pytest.raises(TokenizerError, match=r"expected a BOS token of .* in tokenizer_config.json"):
+    with pytest.raises(TokenizerError, match=r"expected a BOS token in tokenizer_config.json of .*"):
         bare.encode("Paris", prepend_bos=True)
 
 
@@ -168,7 +168,7 @@ def test_the_vocabulary_is_every_tokens_text_by_id(tokenizer):
 
 def test_ids_without_a_token_are_not_dropped_in_silence(tokenizer):
     with pytest.raises(
-        TokenizerError, match=rf"expected ids of .*'s {tokenizer.vocab_size} tokens, found 9999"
+        TokenizerError, match=rf"expected ids of the {tokenizer.vocab_size} tokens of .*, found 9999"
     ):
         tokenizer.decode([1, 9999])
 
@@ -246,7 +246,7 @@ def test_a_model_chats_in_ids_that_are_a_prompt_like_any_other(folder, tmp_path,
 
 def test_a_template_that_wants_other_roles_refuses_as_the_reference_does(folder, reference):
     ours = LibraryTokenizer(folder / "tokenizer.json", {"chat_template": INST})
-    with pytest.raises(TokenizerError, match="refuses this conversation: roles must alternate"):
+    with pytest.raises(TokenizerError, match="does not accept these messages: roles must alternate"):
         ours.chat(TALK[1:])
 
 
@@ -257,7 +257,7 @@ def test_a_chat_template_in_a_file_of_its_own_is_read(folder, tmp_path):
 
 
 def test_templates_can_refuse_and_cannot_escape(tokenizer, bare, folder):
-    with pytest.raises(TokenizerError, match="refuses this conversation: no tools"):
+    with pytest.raises(TokenizerError, match="does not accept these messages: no tools"):
         tokenizer.chat([{"role": "tool", "content": ""}])
     with pytest.raises(TokenizerError, match=r"expected a chat template of .* in tokenizer_config.json"):
         bare.chat("hi")

@@ -244,7 +244,7 @@ def test_where_there_is_no_tokenizer_a_text_is_no_prompt(ids):
         spec.gradient_of(KL(), baseline=[1.5])
     with pytest.raises(PromptError, match="expected token ids as clean prompt, found 'a'"):
         Pair("a", (1,), KL())
-    with pytest.raises(PromptError, match="expected token ids, whole numbers"):
+    with pytest.raises(PromptError, match=r"expected token ids \(whole numbers\)"):
         Pair((1,), (1, 1.5), KL())
     assert Pair(torch.tensor(ids), np.array([ids]), KL()).corrupted == tuple(ids)
 
@@ -252,7 +252,7 @@ def test_where_there_is_no_tokenizer_a_text_is_no_prompt(ids):
 def test_a_tokenizer_reads_texts_alone(model):
     for wrong in (None, 5, b"a", "\ud800"):
         for read in (model.tokenizer.encode, lambda text: model.tokenizer.encode_batch([text])):
-            with pytest.raises(PromptError, match=r"specimen: expected (a text|text), found"):
+            with pytest.raises(PromptError, match=r"specimen: expected (a|valid Unicode) text, found"):
                 read(wrong)
 
 
@@ -305,7 +305,7 @@ def test_ids_that_are_decoded_are_whole_numbers(model, ids):
     assert model.tokenizer.decode([]) == ""
     for read in (model.tokenizer.decode, model.tokenizer.pieces):
         for wrong in ([1.7], ["a"], None, 5, [True], torch.tensor([1.5]), b"a"):
-            with pytest.raises(PromptError, match=r"whole numbers, (in the ids, )?found"):
+            with pytest.raises(PromptError, match=r"whole numbers\)? in the ids, found|whole numbers, found"):
                 read(wrong)
 
 
@@ -319,6 +319,6 @@ def test_a_conversation_that_is_none_is_refused(tmp_path, messages):
 
     random_models.save_tokenizer(tmp_path)
     tokenizer = LibraryTokenizer(tmp_path / "tokenizer.json", {"chat_template": "{{ messages[0].content }}"})
-    with pytest.raises(PromptError, match="expected a conversation as a text, or as"):
+    with pytest.raises(PromptError, match="expected messages as a text, or as"):
         tokenizer.chat(messages)
     assert tokenizer.chat("hello") == tokenizer.chat([{"role": "user", "content": "hello"}]) == "hello"

@@ -23,7 +23,9 @@ def test_characters_find_their_tokens_and_specials_never_compete():
     assert [BY_HAND.char_to_token_start(c) for c in (0, 1, 3)] == [1, 2, None]
     assert BY_HAND.char_range_to_tokens(0, 3) == [1, 2, 3] and BY_HAND.char_range_to_tokens(2, 2) == []
     assert BY_HAND.token_to_char_range(3) == (2, 5) and BY_HAND.token_to_char_range(0) == (0, 0)
-    with pytest.raises(TokenizerError, match=r"expected a token position in 0..4, found 5"):
+    with pytest.raises(
+        TokenizerError, match=r"expected a token position in 0..4 of a text with 5 tokens, found 5"
+    ):
         BY_HAND.token_to_char_range(5)
 
 
@@ -78,7 +80,7 @@ def test_a_name_has_one_final_token_however_many_spans_it_stands_for():
 @pytest.mark.parametrize("span", [(0, 6), (3, 3), (-1, 2)])
 def test_a_span_outside_the_text_is_an_error(span):
     with pytest.raises(
-        TokenizerError, match=r"'x' to lie within the text's 5 characters, found .*; are these byte"
+        TokenizerError, match=r"'x' within the 5 characters of the text, found .*, not byte offsets"
     ):
         BY_HAND.label_spans([("x", span)])
 
@@ -92,5 +94,5 @@ def test_a_span_cannot_be_named_like_a_label(name):
 def test_bytes_and_characters_convert_both_ways():
     assert byte_positions("né!") == [0, 1, 3, 4]
     assert [byte_to_char("né!", byte) for byte in range(5)] == [0, 1, 1, 2, 3]
-    with pytest.raises(TokenizerError, match=r"expected a byte position in 0..4, found 5"):
+    with pytest.raises(TokenizerError, match=r"expected a byte position in 0..4 of the text, found 5"):
         byte_to_char("né!", 5)

@@ -111,7 +111,7 @@ def test_a_line_that_is_no_token_is_named(folder, line, reason):
 
 
 @pytest.mark.parametrize(
-    ("content", "found"), [(b"1 '\xff' 1\n", "found 0xff at byte 3"), (b"\n", "found none")]
+    ("content", "found"), [(b"1 '\xff' 1\n", "found 0xff at byte 3"), (b"\n", "found no line")]
 )
 def test_a_file_that_is_no_vocabulary_says_so(folder, content, found):
     with pytest.raises(TokenizerError, match=found):
@@ -170,7 +170,9 @@ def check_cases(tokenizer, found):
         assert tokenizer.decode_bytes(case["ids"]).hex() == case["bytes_hex"]
         assert tokenizer.decode(case["ids"]) == case["replace"]
         if case["strict"] is None:
-            with pytest.raises(TokenizerError, match=r"expected tokens whose bytes are UTF-8, found 0x"):
+            with pytest.raises(
+                TokenizerError, match=r"expected token ids whose joined bytes are UTF-8, found 0x"
+            ):
                 tokenizer.decode(case["ids"], errors="strict")
         else:
             assert tokenizer.decode(case["ids"], errors="strict") == case["strict"]
@@ -241,7 +243,7 @@ def test_a_long_match_that_fails_leaves_the_longest_before_it(tokenizer):
 
 
 def test_a_text_that_is_none_is_refused(tokenizer):
-    with pytest.raises(PromptError, match=r"half of a surrogate pair .* at character 1; remove it"):
+    with pytest.raises(PromptError, match=r"half of a surrogate pair .* at character 1; remove this"):
         tokenizer.encode("a\ud83d")
 
 
@@ -265,7 +267,7 @@ def test_broken_bytes_are_shown_escaped_and_tell_tokens_apart(tokenizer):
     assert tokenizer.decode([308]) == "\N{REPLACEMENT CHARACTER}"
     assert [tokenizer.decode_token(token) for token in (280, 310, -1)] == ["", "", ""]
     for token in (280, 310, -1):
-        with pytest.raises(TokenizerError, match=rf"expected ids of .*'s 310 tokens, found {token};"):
+        with pytest.raises(TokenizerError, match=rf"expected ids of the 310 tokens of .*, found {token};"):
             tokenizer.decode([1, token])
 
 

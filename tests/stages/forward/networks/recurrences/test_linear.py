@@ -312,7 +312,7 @@ def test_half_precision_is_computed_in_single() -> None:
 def test_what_a_readout_needs_is_asked_for() -> None:
     with pytest.raises(ConfigError, match="give zeros"):
         LinearRecurrence("before")
-    with pytest.raises(ConfigError, match="found one with 'after'"):
+    with pytest.raises(ConfigError, match="'after' to have no bonus, found one"):
         LinearRecurrence("after", torch.zeros(1, 1))
-    with pytest.raises(ConfigError, match="expected kernel to be one of"):
+    with pytest.raises(ConfigError, match="expected kernel of a LinearRecurrence to be one of"):
         LinearRecurrence("after", kernel="scan")  # type: ignore[arg-type]
