@@ -52,14 +52,16 @@ def test_changed_sources_ask_again_and_leave_the_costs_of_stored_results(asked, 
     assert after == replace(before, sources="changed")
 
 
-def test_results_that_left_the_store_are_computed_again(asked, tmp_path):
+def test_results_that_left_the_store_are_computed_again(asked, tmp_path, monkeypatch):
     elsewhere = Asked(tmp_path, "specimen", 120)
     for kind in ("records", "answers"):
         source = asked.path(kind, "inspect_weights", ".json")
         target = elsewhere.path(kind, "inspect_weights", ".json")
         target.parent.mkdir(parents=True)
         target.write_bytes(source.read_bytes())
-    assert elsewhere.ask("inspect_weights").processes != asked.record("inspect_weights").processes
+    monkeypatch.setattr(asking, "measured", lambda *arguments: pytest.fail("it is asked again"))
+    with pytest.raises(pytest.fail.Exception, match="asked again"):
+        elsewhere.ask("inspect_weights")
 
 
 def test_a_workflow_that_fails_is_recorded_and_asked_again(tmp_path, monkeypatch):
