@@ -154,8 +154,9 @@ def found(answer: dict[str, Any]) -> tuple[str, str, str, str]:
     """What a workflow found: a sentence, effect, null and p-value of its first claim."""
     findings = answer.get("findings") or []
     if not findings:
-        reason = answer.get("not_claimed") or answer.get("summary") or answer.get("descriptive", "")
-        return literal(reason), "", "", ""
+        names = ("not_claimed", "summary", "descriptive")
+        reasons = [answer[name] for name in names if isinstance(answer.get(name), str) and answer[name]]
+        return literal(reasons[0] if reasons else ""), "", "", ""
     first = findings[0]
     spread = first["interval_95"]
     interval = f" ({number(spread[0])} to {number(spread[1])})" if spread else ""
@@ -221,7 +222,8 @@ def answered(workflow: str, subjects: Sequence[Subject], folder: Path) -> str:
 def sentences(answer: dict[str, Any]) -> Iterator[str]:
     """What an answer says besides its claims."""
     names = ("caution", "descriptive", "summary", "knowledge", "not_claimed")
-    yield from (literal(answer[name]) for name in names if answer.get(name))
+    # `summary` of some documents is a mapping of numbers.
+    yield from (literal(answer[name]) for name in names if answer.get(name) and isinstance(answer[name], str))
 
 
 def drawn(workflow: str, subject: Subject, folder: Path) -> Iterator[str]:
