@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 VENV := .venv
+# Folder of the store of `make real`; and options of tests.real.page, such as --limit 100.
+REAL ?= build/real
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
@@ -13,7 +15,7 @@ export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 # Compiled modules are kept even where the environment says otherwise: tests start hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo docs gallery notebooks check test wide lint format typecheck bench families clean
+.PHONY: help demo docs gallery notebooks check test wide real lint format typecheck bench families clean
 .DELETE_ON_ERROR:
 
 help:
@@ -21,6 +23,7 @@ help:
 	@echo "make check      lint, type check and the tests of what changed: for daily work"
 	@echo "make test       lint, type check and the tests"
 	@echo "make wide       further tests: CI runs them after those"
+	@echo "make real       every workflow on two pretrained models: docs/real-models.md, and tests marked real"
 	@echo "make docs       the pages of docs/ as a site in build/site, offline"
 	@echo "make gallery    every workflow at its defaults, reports linked from build/gallery/index.html"
 	@echo "make notebooks  the tutorial as docs/notebooks, from its pages"
@@ -57,6 +60,11 @@ test: lint typecheck
 # What `test` leaves to CI and to `check`.
 wide: $(VENV)/installed-test
 	$(BIN)/pytest -n logical --dist loadfile -m "wide and not slow and not network and not gpu and not real"
+
+# Fetches 350 MB and takes hours of processor time the first time, about a minute once all is stored.
+real: $(VENV)/installed-test
+	$(BIN)/python -m tests.real.page $(REAL)
+	$(BIN)/pytest -m real tests/real
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

@@ -214,6 +214,11 @@ class Workflow:
         return ""
 
     @property
+    def summary(self) -> str:
+        """The main numbers of the results in one sentence, as far as claims do not say them; may be empty."""
+        return ""
+
+    @property
     def footer(self) -> str:
         """Footer of figures: version, workflow, keys of the results, and notes on the model."""
         keys = " · ".join(f"{name} {key[:12]}" for name, key in self._keys.items())
@@ -237,6 +242,7 @@ class Workflow:
             **({"caution": self.caution} if self.caution else {}),
             **({"trained_with_help": self.trained_with_help} if self.trained_with_help else {}),
             **({"knowledge": self.knowledge} if self.knowledge else {}),
+            **({"summary": summary} if (summary := self.summary) else {}),
             "provenance": {"mizarr": __version__, "keys": self._keys},
             "total_time_secs": round(self._seconds, 3),
             "peak_memory_bytes": self._memory,
@@ -395,6 +401,8 @@ class Workflow:
             console.print(self.knowledge, style="dim", highlight=False, markup=False)
         if self.descriptive:
             console.print(f"{self.descriptive} {NO_CLAIM}", style="dim", highlight=False)
+        if summary := self.summary:
+            console.print(summary, highlight=False, markup=False)
         for table in self.tables():
             # Printed separately: Rich wraps titles to the width of the table, which may be much narrower than
             # the terminal.

@@ -15,7 +15,13 @@ from tests.docs.real_pages import link_models, page_param
 pytestmark = pytest.mark.wide
 
 ROOT = Path(mizarr.__file__).parent
-GENERATED = ("reference/api/", "reference/cards/", "reference/settings.md", "changelog.md")
+GENERATED = (
+    "reference/api/",
+    "reference/cards/",
+    "reference/settings.md",
+    "changelog.md",
+    "real-models.md",
+)
 PAGES = [
     page
     for page in sorted((ROOT / "docs").rglob("*.md"))

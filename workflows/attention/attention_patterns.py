@@ -102,6 +102,19 @@ class AttentionPatterns(ModelWorkflow):
         """Text of each token of the prompt."""
         return self.subject.token_texts(self.encoding.ids)
 
+    @property
+    def summary(self) -> str:
+        """See `Workflow`: the layer of the largest weight from query to key, and the mean weight on the first
+        token."""
+        labels, mean = self.subject.token_labels(self.encoding.ids), self.flow["mean_pattern"]
+        layer, weight = peak_layer(mean, self.query, self.key)
+        first = float(self.flow["from_query"].isel(key_position=0).mean())
+        return (
+            f"From {labels[self.query]!r} ({self.query}) the attention weight on {labels[self.key]!r} "
+            f"({self.key}) is largest in layer {layer}: {weight:.3f}, mean over heads; that on the first "
+            f"token is {first:.3f}, mean over all layers and heads."
+        )
+
     def views(self) -> Iterator[View]:
         """Views in reading order: patterns of every head, weight of the edge from query to key by layer and
         head, and means over heads."""

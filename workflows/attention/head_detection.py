@@ -238,6 +238,16 @@ class HeadDetection(ModelWorkflow):
             return "1 - mean absolute difference from the detection pattern"
         return "share of attention on the detection pattern"
 
+    @property
+    def summary(self) -> str:
+        """See `Workflow`: the heads with the highest scores of each kind."""
+        parts = []
+        for kind in KINDS:
+            rows = self.best(kind)[:3]
+            heads = ", ".join(f"L{row['layer']}H{row['head']} ({row['score']:.2f})" for row in rows)
+            parts.append(f"{LOOKS[kind][0].lower()} {heads}")
+        return f"Heads with the highest scores, {self.measure}: {'; '.join(parts)}."
+
     def views(self) -> Iterator[View]:
         """Table of the best heads of each kind; heatmaps of scores, controls and statistics by layer and
         head."""

@@ -274,6 +274,18 @@ class CharacterCountHelix(ModelWorkflow):
             "r2_shuffled": self.r2.sel(layer=layer, counts="shuffled"),
         }
 
+    @property
+    def summary(self) -> str:
+        """See `Workflow`: scores of the regression, and variance of the components, of the shown layer."""
+        document = self.document(self.layer)
+        explained, shuffled = document["total_variance_top6"], document["total_variance_top6_shuffled"]
+        return (
+            f"After layer {document['layer']} a linear regression of the position in the line has R² "
+            f"{float(document['r2']):.2f} on held-out prompts (shuffled counts: "
+            f"{float(document['r2_shuffled']):.2f}); {self.settings.components} principal components explain "
+            f"{explained:.0%} of the variance of the mean states (shuffled counts: {shuffled:.0%})."
+        )
+
     def views(self) -> Iterator[View]:
         """Views in reading order: table of all layers; ringing, cosines and principal components of one
         layer; R2 and variance of all layers."""

@@ -298,6 +298,29 @@ class LogitAttribution(ModelWorkflow):
             document |= {"neurons": neurons, "mlp_bias": shares["mlp_bias_share"]}
         return document
 
+    @property
+    def summary(self) -> str:
+        """See `Workflow`: shares of embedding, attention and MLPs in the mean over prompts, and the largest
+        share of a head."""
+        mean = self.shares.mean("prompt")
+        names = {
+            "attn_share": "attention writes",
+            "mlp_share": "the MLPs write",
+            "embed_share": "the embedding is",
+        }
+        parts = [f"{name} {float(mean[key].sum()):+.2f}" for key, name in names.items() if key in mean]
+        attributed = "logit difference" if self.settings.difference else "logit of the answer"
+        count = len(self.texts)
+        text = (
+            f"Of the {attributed} ({float(mean['total']):+.2f}, mean of {count} prompts) {', '.join(parts)}"
+        )
+        if "heads" not in self.nodes:
+            return f"{text}."
+        heads = mean["head_share"].transpose("layer", "head")
+        row, head = np.unravel_index(int(np.abs(heads.values).argmax()), heads.shape)
+        name = f"L{int(heads['layer'][row])}H{head}"
+        return f"{text}; the largest share of a head is that of {name}: {float(heads[row, head]):+.2f}."
+
     def views(self) -> Iterator[View]:
         """Views in reading order: contributions by head and by layer, for the mean of all and for single
         prompts; tables of prompts and components; figures."""

@@ -176,6 +176,21 @@ class LogitLens(ModelWorkflow):
             }
         return document
 
+    @property
+    def summary(self) -> str:
+        """See `Workflow`: first layers at which answers are among the most likely tokens; empty without
+        any."""
+        answers = self.answers()
+        rank, n = answers["target_rank"].transpose("layer", "prompt").values, answers.sizes["prompt"]
+        parts = []
+        for k, name in ((TOP, f"among the {TOP} most likely tokens"), (1, "the most likely token")):
+            is_reached = (rank <= k).any(axis=0)
+            if is_reached.any():
+                first = answers["layer"].values[(rank <= k).argmax(axis=0)[is_reached]]
+                over = f" (median of {is_reached.sum()} of {n} prompts)" if n > 1 else ""
+                parts.append(f"{name} first after layer {np.median(first):g}{over}")
+        return f"The answer is {' and '.join(parts)}." if parts else ""
+
     def views(self) -> Iterator[View]:
         """Views in reading order: the lens on each of the first prompts, and rank and probability of all
         answers by layer."""

@@ -177,6 +177,20 @@ class Probe(ModelWorkflow):
         # xarray's argmax skips NaN and raises if all scores are NaN.
         return int(score["layer"][int(score.fillna(-np.inf).argmax("layer"))])
 
+    @property
+    def summary(self) -> str:
+        """See `Workflow`: the best layer of each target, its score with the interval, and the controls."""
+        parts = []
+        for document in map(self._document, self.targets):
+            row = next(row for row in document["layers"] if row["layer"] == document["best_layer"])
+            true, shuffled = row["true"], row["shuffled"]
+            parts.append(
+                f"{_target_name(document)} after layer {row['layer']} with {_measure(document)} "
+                f"{true['score']:.3f} ({true['low']:.3f} to {true['high']:.3f}; shuffled targets "
+                f"{shuffled['score']:.3f}, {_baseline_name(document)} {document['baseline']:.3f})"
+            )
+        return f"A linear probe of {self.settings.point} reads best: {'; '.join(parts)}."
+
     def views(self) -> Iterator[View]:
         """Views in reading order: scores of each target by layer with confidence intervals, beside those of
         shuffled targets, as curves and as tables."""

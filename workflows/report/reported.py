@@ -46,6 +46,11 @@ class Reported(Protocol):
         ...
 
     @property
+    def summary(self) -> str:
+        """The main numbers in one sentence, as far as claims do not say them; may be empty."""
+        ...
+
+    @property
     def caution(self) -> str:
         """Warning if the tensor layout of the model was trusted without a check; else ""."""
         ...

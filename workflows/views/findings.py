@@ -52,7 +52,9 @@ class Findings(View):
             title: Title of the view.
             view_fields: Other fields of the view.
         """
-        document = {"findings": [claim.to_json() for claim in findings]}
+        document: dict[str, Any] = {"findings": [claim.to_json() for claim in findings]}
+        if caption := view_fields.get("caption"):
+            document["findings_caption"] = caption
         return cls(findings=findings, title=title, json=document, **view_fields)
 
     def rich(self) -> RichTable:

@@ -121,8 +121,10 @@ class Heatmap(View):
         wider."""
         n_rows, n_columns = self.values.shape
         has_long_labels = _are_long(self.columns)
-        cell_width = 0.82 if self.texts else 0.44 if self.numbers else 0.36 if has_long_labels else 0.3
-        cell_height = 0.34 if self.texts or self.numbers else 0.28
+        cell_width = (
+            0.82 if self.texts else 0.44 if self._writes_numbers else 0.36 if has_long_labels else 0.3
+        )
+        cell_height = 0.34 if self.texts or self._writes_numbers else 0.28
         if self.row_name == self.column_name and n_columns > 16:
             width, height = 3.6, 3.6
         else:
@@ -165,6 +167,11 @@ class Heatmap(View):
         self._write_into_cells(axes, low, high)
         paper.bar(axes, image, f"{self.value_name}, {self.unit}" if self.unit else self.value_name)
 
+    @property
+    def _writes_numbers(self) -> bool:
+        """Whether a figure writes `numbers` into the cells: there are few enough to be read."""
+        return bool(self.numbers) and max(self.values.shape) <= 16
+
     def _colour_range(self) -> tuple[float, float]:
         """Values at the (lower, upper) end of the colour scale, by the same rule as the page's JavaScript."""
         finite = self.values[np.isfinite(self.values)]
@@ -185,8 +192,8 @@ class Heatmap(View):
             low: Value at the lower end of the colour scale.
             high: Value at the upper end of the colour scale.
         """
-        n_rows, n_columns = self.values.shape
-        if not self.texts and not (self.numbers and max(n_rows, n_columns) <= 16):
+        n_columns = self.values.shape[1]
+        if not self.texts and not self._writes_numbers:
             return
         # A frame is (first row, first column, last row, last column): equal corners frame a single cell.
         single_framed_cells = {frame[:2] for frame in self.framed if frame[:2] == frame[2:]}

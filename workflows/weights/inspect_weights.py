@@ -201,6 +201,28 @@ class InspectWeights(Workflow):
             )
         return embedding
 
+    @property
+    def summary(self) -> str:
+        """See `Workflow`: number of parameters, and the matrices of the largest and the smallest norm."""
+        total = sum(fact.parameters for *_, fact in self.facts)
+        norms = self.norms(rms=True)
+        # Vectors have norms of another size; a layer may lack a matrix.
+        ranks = {matrix: len(fact.shape) for _, matrix, fact in self.facts}
+        norms = norms[:, [ranks[matrix] > 1 for matrix in self.matrices]]
+        if not np.isfinite(norms).any():
+            return f"{self.subject.name} has {total:,} parameters."
+        (low, low_name), (high, high_name) = (
+            (
+                norms.flat[i],
+                f"{self.matrices[i % norms.shape[1]]} of layer {self.layers[i // norms.shape[1]]}",
+            )
+            for i in (int(np.nanargmin(norms)), int(np.nanargmax(norms)))
+        )
+        return (
+            f"{self.subject.name} has {total:,} parameters in {len(self.layers)} layers; the root mean "
+            f"square of a layer's matrix is between {low:.3g} ({low_name}) and {high:.3g} ({high_name})."
+        )
+
     def views(self) -> Iterator[View]:
         """Views in reading order: tables of the kinds of tensors, of norms by layer and of tensors outside
         the layers; curves of norms."""

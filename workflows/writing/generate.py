@@ -207,6 +207,19 @@ class Generate(ModelWorkflow):
         """Results of the model without intervention, in memory; None if no hook points are set to zero."""
         return self.result("unchanged").load() if self.settings.zero else None
 
+    @property
+    def summary(self) -> str:
+        """See `Workflow`: the continuation of the first prompt; empty for a masked language model."""
+        if not self.subject.config.predicts_next:
+            return ""
+        document, more = self._document(0), len(self.texts) - 1
+        further = f" There are {more} more prompts." if more else ""
+        return (
+            f"'{_tail(document['prompt'])}' goes on with '{format_text(document['generated_text'])}' "
+            f"({document['generated_tokens']} tokens, mean probability "
+            f"{format_probability(_mean_probability(document))}).{further}"
+        )
+
     def views(self) -> Iterator[View]:
         """Views in reading order: continuation of each prompt with the probability of every token; for a
         masked language model those of `denoising_views`."""
@@ -234,7 +247,7 @@ class Generate(ModelWorkflow):
             ("tokens", "generated_tokens", "d"),
             (
                 "mean probability",
-                lambda row: float(np.exp(np.mean(np.log(row["probabilities"])))),
+                _mean_probability,
                 format_probability,
             ),
             ("ends by", "finish_reason", str),
@@ -359,6 +372,11 @@ def _of_prompt(dataset: xr.Dataset, row: int) -> xr.Dataset:
     """Results of prompt number `row`, without padding steps."""
     prompt = dataset.isel(prompt=row)
     return prompt.isel(step=slice(int((prompt["token_id"] >= 0).sum())))
+
+
+def _mean_probability(document: dict[str, Any]) -> float:
+    """Geometric mean over the generated tokens of a `Generate._document`."""
+    return float(np.exp(np.mean(np.log(document["probabilities"]))))
 
 
 def _tail(text: str, room: int = 60) -> str:

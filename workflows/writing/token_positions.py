@@ -94,6 +94,16 @@ class TokenPositions(Workflow):
         """Computes nothing: the text was tokenized when the workflow was built."""
         return self
 
+    @property
+    def summary(self) -> str:
+        """See `Workflow`: number of tokens, and the one that covers most characters."""
+        encoding, text = self.encoding, self.settings.text
+        start, end = max(encoding.offsets, key=lambda span: span[1] - span[0])
+        return (
+            f"The {len(text)} characters of the text are {len(encoding)} tokens, {sum(encoding.special)} of "
+            f"them special; the longest is {format_token(text[start:end])!r} with {end - start} characters."
+        )
+
     def views(self) -> Iterator[View]:
         """Views in reading order: tables of tokens, of characters to tokens, of ranges and of converted
         positions; the text with its tokens."""
