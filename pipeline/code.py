@@ -136,7 +136,7 @@ class _Reader:
         return self._library_object_or_instance(value)
 
     def _sorted(self, values: Any) -> Tree:
-        """Identities of the members of a set, in an order that does not depend on hashes.
+        """Identities of a set's members, in an order independent of hashes.
 
         Members may be scalars, tuples and frozensets only: other values get a number when first met, so the
         result would depend on the order of the set.

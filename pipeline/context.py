@@ -34,8 +34,7 @@ Selection = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Cell:
-    """Cell of a stage: the smallest part of its result that is computed and stored at once, such as a
-    layer."""
+    """Smallest unit of a stage's result that is computed and stored by itself, such as a single layer."""
 
     selection: Selection
     """Labels that select the cell's part of the inputs, such as {"layer": 3}."""

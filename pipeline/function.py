@@ -65,8 +65,8 @@ class StageFunction:
         return code_version(f"stage {self.name!r}", self) if self.version is None else self.version
 
     def code_parts(self) -> list[Any]:
-        """Values that stand for this stage in the digest of code that calls it: its name and version, or its
-        function and declaration if it has no version."""
+        """Values that represent this stage in the code digest of its callers: name and version, or function
+        and declaration of an unversioned stage."""
         if self.version is not None:
             return [self.name, self.version]
         outputs = [

@@ -50,7 +50,7 @@ _PAGES = Path("/proc/self/statm")
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in bytes that this process uses, and its tensors on accelerators, at one moment or at most."""
+    """Memory use of this process and of its tensors on accelerators, current or peak, in bytes."""
 
     resident: int | None = None
     """Resident set size of the process; None if the system does not report it."""
@@ -78,7 +78,7 @@ class Memory:
 
 
 class MemoryUsed:
-    """Memory that the process used `before`, `after` and at the `peak` of some work."""
+    """Memory use of this process around a computation: `before`, `after` and `peak`."""
 
     def __init__(self) -> None:
         self._highest_before = Memory.ever()

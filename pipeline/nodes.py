@@ -136,7 +136,7 @@ class Node(Protocol):
         ...
 
     def estimate(self, store: Store) -> Estimate:
-        """Expected cost of computing the parts of the result that are not stored; zeros if it is cached."""
+        """Expected cost of computing the missing parts of the result; zeros for a cached result."""
         ...
 
     def labels(self, store: Store, axis: str) -> list[Any]:
@@ -152,7 +152,7 @@ class Node(Protocol):
         ...
 
     def part(self, store: Store, variable: str | None, selection: Selection) -> Part:
-        """A piece of the stored result, such as one layer of one variable.
+        """Piece of the stored result, such as a single layer of a variable.
 
         Arguments:
             store: The store that holds the result.
@@ -264,7 +264,7 @@ def check_pinned(node: Node) -> None:
 
 @dataclass(frozen=True)
 class Port:
-    """An input of a stage: the dataset of a node, or one variable of it."""
+    """Input of a stage: a node's dataset, or a single variable of this dataset."""
 
     node: Node
     """Node whose result is read."""
@@ -361,7 +361,7 @@ class ResultNode(Ports, ABC):
         note: Mapping[str, Any],
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Store a result under its key, if the files that it was computed from are unchanged.
+        """Store a result under its key, if the files of its pinned resources are unchanged.
 
         Arguments:
             store: The store to write to.
@@ -399,7 +399,7 @@ def cut(
     *,
     changes: bool = False,
 ) -> Part:
-    """Make a `Part`, a piece of a dataset that is identified by a content digest.
+    """Cut a `Part` out of a dataset, identified by a content digest.
 
     The whole dataset is identified by its content, and the reader's key names the variable that is read. A
     piece cut along an axis is identified by its own bytes: a result that grows by one layer leaves the

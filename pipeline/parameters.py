@@ -124,7 +124,7 @@ def parameter_copy(value: Any) -> Any:
 
 
 def _name(name: Any) -> Any:
-    """Encode a key of a dict, which must be a str."""
+    """Encode a dict key; TypeError unless the key is a str."""
     if type(name) is not str:
         raise TypeError(f"expected a dict with keys of type str, found {type(name).__name__} {name!r:.80}")
     return parameter_record(name)
@@ -142,7 +142,7 @@ def _enum_value(member: enum.Enum) -> Any:
 
 
 def _expectation(value: Any) -> str:
-    """Start of a message on a value that cannot be in a key: what is expected in its place."""
+    """Start of an error message on a value unfit for keys: the expected types."""
     if isinstance(value, set | frozenset):
         return "expected a list or tuple, such as sorted(…), as the order of a set differs between processes"
     if isinstance(value, np.ndarray) or hasattr(value, "dims"):

@@ -121,7 +121,7 @@ class PinnedFiles:
         return self._first_changed() is not None
 
     def _first_changed(self) -> Path | None:
-        """Path of a file that has changed; None if none has."""
+        """Path of the first changed file; None for unchanged files."""
         fingerprints = list(self._fingerprints.items())
         changed = (path for path, fingerprint in fingerprints if not _is_unchanged(path, fingerprint))
         return next(changed, None)
@@ -203,7 +203,7 @@ class FileResource(ABC):
         return vars(self).get("_open") or self._share(self.opened_anew)
 
     def _share(self, make: Callable[[], OpenResource]) -> OpenResource:
-        """The object that this process has open for an equal resource, or else the one that `make` opens."""
+        """Open object of an equal resource in this process, or a new object from `make`."""
         with _OPENING:
             opened = _OPEN.pop(self, None)
             # A resource whose files were replaced is opened again.

@@ -115,7 +115,7 @@ class StageNode(ResultNode):
         return self._key_of(store, self.name, self._parts(store, {}))
 
     def _key_of(self, store: Store, label: str, parts: Mapping[str, Part]) -> ResultKey:
-        """Key of the whole result, or of a cell, from the pieces of the inputs that it reads."""
+        """Key of the whole result or of a cell, computed from digests of its input pieces."""
         inputs = {self._input_name(name): part.content for name, part in parts.items()}
         return ResultKey(label, self._version(store), self._key_params, inputs)
 
@@ -165,8 +165,7 @@ class StageNode(ResultNode):
 
     @remembered
     def missing(self, store: Store) -> list[Cell]:
-        """Parts of the result (cells, such as layers) that are not stored; those with equal keys all
-        appear."""
+        """Cells without a stored result, such as single layers; cells with equal keys are all listed."""
         return [cell for cell in self.cells(store) if store.lookup(cell.key) is None]
 
     @remembered
@@ -224,7 +223,7 @@ class StageNode(ResultNode):
         )
 
     def estimate(self, store: Store) -> Estimate:
-        """Expected cost of the parts of the result (cells) that are not stored.
+        """Expected cost of computing the cells that are not stored.
 
         Bytes read come from the inputs, peak memory is a declared multiple of them, and seconds and bytes
         written are scaled from the newest stored result.

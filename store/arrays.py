@@ -129,7 +129,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def _remedy(value: Any) -> str:
-    """Advice, for the end of a message, on what to write instead of a value that is no index."""
+    """Advice for the end of an error message: valid indices in place of an invalid value."""
     if isinstance(value, slice):
         bounds = [bound for bound in (value.start or 0, value.stop, value.step) if bound is not None]
         has_range = value.stop is not None and all(type(bound) is int and bound >= 0 for bound in bounds)

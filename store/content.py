@@ -181,7 +181,7 @@ def _as_digested(name: str, variable: xr.Variable) -> xr.Variable:
 
 
 def _origin(encoding: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The part of an encoding that says where a variable was opened from."""
+    """Encoding fields that identify a variable's origin."""
     return {name: encoding[name] for name in ("source", "run") if name in encoding}
 
 

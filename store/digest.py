@@ -170,7 +170,7 @@ def _float(value: float) -> str:
 
 
 def _name(key: Any) -> str:
-    """The name of an item of a mapping; TypeError if it is no text."""
+    """Name of a mapping item; TypeError for a name other than text."""
     if not isinstance(key, str):
         raise TypeError(f"mappings in a key can have text names only, found {key!r}")
     return key

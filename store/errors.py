@@ -137,7 +137,7 @@ class CorruptEntry(StoreError):
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str | None:
-    """The known name with the most similar spelling to an unknown one; None if no spelling is similar.
+    """Known name whose spelling is most similar to an unknown name; None without a similar spelling.
 
     Arguments:
         name: The unknown name.

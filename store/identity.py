@@ -31,7 +31,7 @@ def model_of(array: xr.DataArray | xr.Dataset) -> dict[str, str]:
 
 
 def model_name(array: xr.DataArray | xr.Dataset) -> str | None:
-    """Name under which the model of an array was captured; None if unknown."""
+    """Name of an array's model at capture; None for an unknown model."""
     if SOURCE not in array.encoding:
         return None
     try:

@@ -91,7 +91,7 @@ class _Cache:
                         return
 
     def _connect(self) -> sqlite3.Connection | None:
-        """The open connection; opens it on first use and after a fork. None if there is no such file."""
+        """Database connection, opened at first use and after a fork; None without a database file."""
         if self._connection is not None and self._pid == os.getpid():
             return self._connection
         # After a fork the parent's connection would corrupt the database: it is dropped without being closed.
@@ -149,7 +149,7 @@ class StoreIndex(_Cache):
         self._write(lambda db: db.executemany("INSERT OR IGNORE INTO prompts VALUES (?, ?, ?, ?)", rows))
 
     def find_prompts(self, family: str, prompts: Sequence[str]) -> dict[str, dict[str, int]]:
-        """Find the runs that contain some of the prompts.
+        """Find stored runs by their prompts.
 
         Arguments:
             family: Digest of all else that the run depends on, see `add_prompts`.

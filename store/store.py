@@ -352,7 +352,7 @@ class Store(Catalog):
         return None
 
     def find_start(self, run: RunKey, tokens: PackedTokens, dtype: str) -> LabelledEntry | None:
-        """Find the other run of the same model and interventions that begins with the most equal prompts.
+        """Find the other run of the same model and interventions with the longest common prefix of prompts.
 
         Its files can be reused for these prompts. Reads the description of every run; none is marked as used.
 

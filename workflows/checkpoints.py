@@ -32,7 +32,7 @@ __all__ = ["Checkpoints", "several_revisions"]
 _MOST = 8
 """Largest number of curves in one panel."""
 _OF_A_RUN = ("total_time_secs",)
-"""Fields of a JSON document that do not depend on the model, such as the time of computation."""
+"""JSON fields that depend on the run instead of the model, such as the computation time."""
 
 
 def several_revisions(setting: Any) -> tuple[str, ...]:
@@ -239,7 +239,7 @@ class Checkpoints(Workflow):
 
 
 def _commit(workflow: Workflow) -> str:
-    """Commit of the model files that a workflow uses; "" if it has none."""
+    """Commit of a workflow's model files; "" without a known commit."""
     files = getattr(getattr(workflow, "subject", None), "files", None)
     return str(getattr(files, "revision", None) or "")
 

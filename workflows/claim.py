@@ -74,7 +74,7 @@ class Controls:
 
 @dataclass(frozen=True)
 class Claim:
-    """An effect, the null distribution that it is compared with, and a sentence that states both."""
+    """Measured effect with its null distribution and a sentence that states both."""
 
     text: str
     """Intervention, place and measure in words: "injecting L0:128 at ' in' raises P(' English')"."""
@@ -89,12 +89,12 @@ class Claim:
     prompts: int = 1
     """Number of prompts that the effect is averaged over."""
     held_out: bool = False
-    """Whether the cause was selected on other prompts than those that the effect is measured on."""
+    """Whether the prompts that selected the cause are disjoint from the prompts of the effect."""
     noises: int = 1
     """Number of noise samples that the effect is averaged over in each prompt."""
     levels: tuple[float, float] | None = None
-    """Pair of values, such as probabilities, without and with the cause, if their difference is the
-    effect."""
+    """Baseline value and value under the cause, such as probabilities, for an effect that equals their
+    difference; None for other effects."""
     chance: float = CHANCE
     """Significance level: the largest p-value of an effect beyond chance."""
 
@@ -345,7 +345,7 @@ class CandidateEffects:
     """Effects of each candidate's control causes on the held-out prompts, [prompt, control, ...]; None if the
     other candidates are the controls."""
     among: npt.NDArray[np.bool_] | None = None
-    """Mask of the candidates that may be selected, bool, of the shape of `mean`; None if all may."""
+    """Mask of selectable candidates, bool, in the shape of `mean`; None for all candidates."""
 
     @property
     def mean(self) -> Floats:

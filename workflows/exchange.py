@@ -283,8 +283,8 @@ def _row_size(labels: Mapping[str, Array], arrays: Sequence[Imported]) -> Array 
 
 
 def _texts(labels: Mapping[str, Array]) -> list[str] | None:
-    """Text of each prompt, from an array, or from JSON with a list or a single text; None if the files have
-    none."""
+    """Text of each prompt, read from an array or from JSON (a list or a single text); None for files without
+    texts."""
     if "text" in labels:
         return [str(text) for text in np.ravel(labels["text"])]
     raw = labels.get(f"text{TEXT_SUFFIX}")

@@ -20,7 +20,7 @@ __all__ = ["GENERAL", "GENERAL_NODE", "general_facts"]
 GENERAL = "general"
 """Name of the general facts in the setting `data`."""
 GENERAL_NODE = "general_facts"
-"""Name of the node, and of its result, with the rank of the answer of each general fact."""
+"""Name of the node and result with the answer's rank for each general fact."""
 
 
 @cache

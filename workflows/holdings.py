@@ -44,12 +44,12 @@ _REMOVED = {
     "with a quota": "goes when gc is given a quota and room is short",
     "now": "goes: nothing of it is published",
 }
-"""What `mizarr gc` would do with a folder that it may remove, in words, by `Removal`."""
+"""Future action of `mizarr gc` on a removable folder, in words, by `Removal`."""
 
 
 @dataclass(frozen=True)
 class HeldFolder:
-    """A folder of the store: a run of a model or a result."""
+    """Store folder of a model run or of a result."""
 
     usage: Usage
     """Size on disk, number of files and time of last use."""
@@ -88,7 +88,7 @@ class HeldFolder:
 
     @property
     def model(self) -> str:
-        """Digest of the model of a run; "" if no note has it."""
+        """Digest of a run's model; "" if the notes lack the digest."""
         run_note = self.note("run") or {}
         return str(run_note.get("model", ""))
 
@@ -187,7 +187,7 @@ class Snapshot:
 
     @cached_property
     def leftovers(self) -> list[HeldFolder]:
-        """Folders of computations that are in progress or were killed: no runs, and without a key."""
+        """Folders of unfinished or killed computations: neither runs nor published results."""
         return [folder for folder in self.folders.values() if folder.run is None and not folder.records]
 
     @cached_property
@@ -201,7 +201,7 @@ class Snapshot:
 
     @cached_property
     def _readers(self) -> dict[str, list[str]]:
-        """Paths of the folders that were computed from a content, by the digest of the content."""
+        """Paths of derived folders by content digest of their input."""
         paths: dict[str, list[str]] = {}
         for folder in self.folders.values():
             for contents in folder.inputs.values():

@@ -408,7 +408,7 @@ def shipped_facts() -> list[dict[str, Any]]:
 def answered(
     subject: Subject, prompts: tuple[str, ...], answers: tuple[str, ...], limit: int = 0
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(prompts, answers): those of the settings, or facts of the model; as many answers as prompts, or none.
+    """(prompts, answers) of the settings, or facts of the model; one answer per prompt, or no answers.
 
     Arguments:
         subject: the model.

@@ -27,7 +27,7 @@ class Use:
     declaration: Declaration
     """Name, parameters and home module of the stage."""
     workflows: tuple[str, ...]
-    """Names of the workflows that have the stage in their graph."""
+    """Names of the workflows whose graph contains the stage."""
     form_of: str = ""
     """Name of another form of the stage that workflows use in its place, if they do not use this one; empty
     otherwise."""

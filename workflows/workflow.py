@@ -70,7 +70,7 @@ class Workflow:
     nodes: Nodes
     """Nodes of the results, by name; their inputs form the rest of the graph."""
     store: Store | None = None
-    """Store that holds the results; None before `run`."""
+    """Store of the results; None before `run`."""
 
     def __init__(self, settings: Any, model: Model | None = None) -> None:
         """Create a workflow without running it; model: a loaded model to use instead of the named one."""
@@ -215,7 +215,7 @@ class Workflow:
 
     @property
     def summary(self) -> str:
-        """The main numbers of the results in one sentence, as far as claims do not say them; may be empty."""
+        """Sentence with the main numbers of the results that claims do not state; may be empty."""
         return ""
 
     @property
@@ -319,7 +319,7 @@ class Workflow:
         return path
 
     def tables(self) -> list[Table]:
-        """All tables of the results, for a terminal."""
+        """All result tables, formatted for a terminal."""
         return [table for view in self.shown if (table := view.rich()) is not None]
 
     def draw(self, folder: str | Path) -> list[Path]:

@@ -31,7 +31,7 @@ _LOGS = ("distributed.client", "distributed.core", "distributed.comm", "distribu
 
 @dataclass(frozen=True)
 class Submitted:
-    """A function call to be made by a worker of a Dask cluster."""
+    """Function call submitted to a worker of a Dask cluster."""
 
     key: str
     """Name of the task; tasks with equal keys, also of different clients, are computed once."""

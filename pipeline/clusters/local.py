@@ -79,7 +79,7 @@ def local_workers(count: int, say: Callable[[str], None] = lambda line: None) ->
 
 
 def share_of(number: int, threads: int, cards: Sequence[str]) -> dict[str, Any]:
-    """Options for one worker process: its thread limits, and a GPU if there is one for it.
+    """Options of a worker process: thread limits, and at most one GPU.
 
     If there are more workers than GPUs, the remaining workers see none and take tasks that need none.
 

@@ -56,7 +56,7 @@ class AlgZooModel:
     """A network of AlgZoo with the task that it was trained or built for."""
 
     name: str
-    """Name or path from which the network was loaded; not part of any key."""
+    """Name or path of the loaded network; excluded from keys."""
     task: Task
     """The task that the network solves."""
     sequence: int
@@ -254,7 +254,7 @@ def _path_of(name: str) -> Path:
 
 
 def _task_of(where: str, name: str | None) -> Task:
-    """Look up the task of a network by name; `where` is the network in the message of a ConfigError."""
+    """Look up a network's task by name; `where` names the network in ConfigError messages."""
     if name is None:
         raise ConfigError(
             f"{where}: the file does not name the network's task; pass it, such as task=2nd_argmax"

@@ -102,7 +102,7 @@ class TransformerShape:
     layers: int
     """Number of attention layers."""
     sequence: int
-    """Number of positions, for each of which there is a position embedding."""
+    """Number of positions, each with a position embedding."""
     inputs: int
     """Number of integers that have an embedding."""
     heads: int = 1

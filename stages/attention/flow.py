@@ -188,7 +188,7 @@ def top_attended_positions(
 
 
 def peak_layer(pattern: xr.DataArray, query: int, key: int) -> tuple[int, float]:
-    """The layer in which a query attends most to a key, by the mean over heads.
+    """Layer with the largest mean attention over heads from a query to a key.
 
     Arguments:
         pattern: Result of `unpacked`, or its mean over heads.

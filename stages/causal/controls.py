@@ -107,7 +107,7 @@ class Null:
         return float(low), float(high)
 
     def as_large(self, effect: float) -> int:
-        """Number of draws that are at least as large as `effect` (by `side`), up to rounding."""
+        """Number of draws with an effect at least as large as `effect` (by `side`), up to rounding."""
         # Without a tolerance, 1e-16 of summation error would count as larger than an effect of exactly 0.
         rounding = ROUNDING * max(1.0, abs(effect))
         if self.side == "above":

@@ -85,9 +85,9 @@ class ContrastiveVectors(Experiment):
     negative: PromptTokens
     """Token ids of the prompts whose mean state is subtracted."""
     positive_positions: tuple[int, ...] = (-1,)
-    """Position of the state in each positive prompt, or one for all; negative ones count from the end."""
+    """State position in each positive prompt, or one for all; negative positions count from the end."""
     negative_positions: tuple[int, ...] = (-1,)
-    """Position of the state in each negative prompt, or one for all."""
+    """State position in each negative prompt, or a single position for all."""
     normalised: bool = False
     """Whether each layer's vector is scaled to norm 1."""
 
@@ -214,9 +214,9 @@ class Pushes(Experiment):
     negative: PromptTokens
     """Token ids of the prompts whose mean state is subtracted."""
     positive_positions: tuple[int, ...] = (-1,)
-    """Position of the state in each positive prompt, or one for all; negative ones count from the end."""
+    """State position in each positive prompt, or one for all; negative positions count from the end."""
     negative_positions: tuple[int, ...] = (-1,)
-    """Position of the state in each negative prompt, or one for all."""
+    """State position in each negative prompt, or a single position for all."""
     normalised: bool = False
     """Whether each layer's vector is scaled to norm 1."""
     position: int = -1

@@ -193,7 +193,7 @@ class AtOnce(Draws):
         return [{"draws": super().cells(config)}]
 
     def runs(self, prepared: Mapping[Hashable, Any], cell: CellLabels) -> Sequence[Run]:
-        """The runs of all draws, one draw after the other."""
+        """Runs of all draws, draw by draw."""
         runs: Sequence[Run] = prepared[RUNS]
         return runs
 
@@ -203,7 +203,7 @@ class AtOnce(Draws):
         return None if None in sketched else [run for runs in sketched for run in runs or ()]
 
     def prepare(self, model: Model) -> Mapping[Hashable, Any]:
-        """What each draw prepares, the runs of all draws, and their number up to each draw."""
+        """Prepared values of each draw, the runs of all draws, and cumulative run counts."""
         prepared = dict(super().prepare(model))
         (whole,) = self.cells(model.config)
         runs = [super(AtOnce, self).runs(prepared, draw_cell) for draw_cell in whole["draws"]]
@@ -215,7 +215,7 @@ class AtOnce(Draws):
     def measure_run(
         self, prepared: Mapping[Hashable, Any], cell: CellLabels, number: int, result: HookCache
     ) -> Any:
-        """Measurement of a run (its index in `runs`), as the experiment of its draw makes it."""
+        """Measurement of run `number` (its index in `runs`), by its draw's experiment."""
         # side="right": the run at a cumulative count belongs to the next draw.
         draw = int(np.searchsorted(prepared[ENDS], number, side="right"))
         return self.measure(prepared, cell["draws"][draw], result)

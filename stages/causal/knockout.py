@@ -88,7 +88,7 @@ class EdgeKnockout(_Knockout):
     }
 
     heads: tuple[int, ...] | None = None
-    """Indices of the heads in which edges are cut; None for all heads."""
+    """Head indices with cut edges; None cuts edges in all heads."""
 
     def runs(self, prepared: Baseline, cell: CellLabels) -> list[Run]:
         """One run per edge, which is cut in the layer of the cell."""

@@ -98,7 +98,7 @@ class StateKnockout(_StateWriteSweep):
     outputs: ClassVar[Mapping[str, Output]] = effects_along("layer", "position")
 
     positions: tuple[int, ...] | None = None
-    """Positions whose writes are knocked out, one run each; None for every position of the prompt."""
+    """Positions with knocked-out writes, one run per position; None for every prompt position."""
 
     def check(self, config: Architecture) -> None:
         """Check the fields against a model.

@@ -92,7 +92,7 @@ class DoseResponse(LayerSweep):
     window: int = 1
     """Number of neighbouring layers that are steered together; the first is the cell's label."""
     heads: tuple[int, ...] | None = None
-    """Indices of the heads in which edges are steered; None for all heads."""
+    """Head indices with steered edges; None steers edges in all heads."""
     kind: Literal["scale", "set_value"] = "scale"
     """"scale" multiplies weights, "set_value" replaces them; then rows are renormalised to sum 1."""
 
@@ -302,7 +302,7 @@ class SteeringCalibration:
 
     @property
     def attention_ratio(self) -> float:
-        """Attention weight of the source over that of the target condition; 0 if the target has none."""
+        """Ratio of attention weights, source to target condition; 0 for a target without attention."""
         # Weights below _NONE are rounding of the softmax: their ratio would be arbitrarily large.
         return 0.0 if self.target_baseline <= _NONE else self.source_baseline / self.target_baseline
 

@@ -71,7 +71,7 @@ class Circuit:
 
     @property
     def positions(self) -> int | None:
-        """Number of positions with edges of their own; None if edges hold at all positions."""
+        """Number of positions with separate edges; None for edges at all positions."""
         return len(self.chosen) if self.chosen.ndim == 3 else None
 
     # -- constructors
@@ -88,7 +88,7 @@ class Circuit:
 
     @classmethod
     def of(cls, layout: Layout, names: Iterable[str], positions: int | None = None) -> Circuit:
-        """A circuit from the names of its edges.
+        """Circuit from edge names.
 
         Arguments:
             layout: Graph of the model.
@@ -317,7 +317,7 @@ class Circuit:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Circuit:
-        """A circuit from a record made by `to_json`.
+        """Circuit from a record that `to_json` made.
 
         Raises:
             ConfigError: The record is invalid; the message names the wrong field.

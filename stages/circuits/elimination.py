@@ -58,7 +58,7 @@ class Elimination:
 def eliminated(
     layout: Layout, order: Sequence[Step], measure: Measure, is_left_out: IsLeftOut, at_once: int = AT_ONCE
 ) -> Elimination:
-    """Leave edges out of the full model, one after the other, as long as a rule allows it.
+    """Remove edges one by one from the full model, as long as the rule `is_left_out` allows it.
 
     Edges into a node without outgoing edges have no effect and are left out without a run; edges that are
     already left out are no step.

@@ -72,7 +72,7 @@ class EdgeExperiment(Experiment):
         return [{}]
 
     def prepare(self, model: Model) -> Model:
-        """The model, with which every cell is computed."""
+        """Return the model, which computes every cell."""
         return model
 
     def runs(self, prepared: Model, cell: CellLabels) -> list[Run]:

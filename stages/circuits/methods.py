@@ -55,7 +55,7 @@ class _GradientPoint:
     node_weight: float
     """Weight of its gradient in node scores."""
     held: tuple[ConstantPart, ...] = ()
-    """Parts of the model whose output is constant in this run, so that no gradient passes through them."""
+    """Model parts with constant output in this run, so that no gradient passes through them."""
     skips_first_heads: bool = False
     """Whether this run adds nothing to the scores of edges into the first layer's heads."""
 

@@ -50,7 +50,7 @@ def as_layers(states: xr.DataArray) -> xr.DataArray:
 
 
 def token_labels(states: xr.DataArray) -> dict[Any, xr.DataArray]:
-    """Coordinates of states that do not depend on `hidden`, for results that are reduced over it."""
+    """State coordinates independent of `hidden`, for results reduced over `hidden`."""
     return {name: coord for name, coord in states.coords.items() if "hidden" not in coord.dims}
 
 

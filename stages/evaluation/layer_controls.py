@@ -69,7 +69,7 @@ def layer_controls(
 
 
 def _kinds(points: Sequence[HookPoint]) -> dict[int, frozenset[str]]:
-    """Kinds of the hook points of each layer, by layer, ascending; those without a layer are left out."""
+    """Hook point kinds by layer, in ascending order; hook points without a layer are ignored."""
     kinds_of: dict[int, set[str]] = defaultdict(set)
     for point in points:
         if point.layer is not None:

@@ -129,7 +129,7 @@ class Crosscoder:
         return torch.einsum("rf,pfw->rpw", activations, self.W_dec) + self.b_dec
 
     def norms(self) -> Tensor:
-        """Decoder norms [place, feature], each in units of the spread of the states at its place."""
+        """Decoder norms [place, feature], in units of the states' spread at each place."""
         norms: Tensor = self._scaled().norm(dim=2)
         return norms
 

@@ -170,7 +170,7 @@ class Dictionary:
 
     @property
     def model_name(self) -> str | None:
-        """Name of the model it was trained on, from its configuration file; None if not stated there."""
+        """Model of the training activations, by its name in the configuration file; None if unstated."""
         return self.layout.model_name
 
     @property
@@ -577,7 +577,7 @@ class StoredDictionary(FileResource):
 
 @dataclass(frozen=True, eq=False)
 class DictionaryInMemory:
-    """A dictionary without files, such as one in training, in the form that plan nodes keep."""
+    """Dictionary without files, such as a dictionary in training, for plan nodes."""
 
     opened: Dictionary
     """The dictionary itself."""

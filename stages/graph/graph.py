@@ -358,7 +358,7 @@ class PrunedGraph:
         )
 
     def _repr_html_(self) -> str:
-        """HTML for notebooks: number of kept nodes of each kind, and of kept edges."""
+        """HTML for notebooks: number of kept nodes by kind, and number of kept edges."""
         c, kinds = self.graph.counts, self.nodes["kind"].values.tolist()
         totals = {"feature": c.features, "error": c.errors, "token": c.positions, "logit": c.logits}
         rows = [(name, f"{kinds.count(name):,}", f"{n:,}") for name, n in totals.items()]

@@ -144,7 +144,7 @@ class GraphNode(ResultNode):
     # -- planning
 
     def status(self, store: Store) -> Status:
-        """Whether the graph is stored; if not, why."""
+        """Whether the graph is stored; for a missing graph, the reason."""
         check_pinned(self)
         key = self.key(store)
         self.source.expect(served=store.lookup(key) is not None)
@@ -274,7 +274,7 @@ class _Cells:
             advance(len(cell.items))
 
     def _compute_on_workers(self, cells: Sequence[Rows]) -> None:
-        """Compute the cells that are not stored on workers, if there are several.
+        """Compute missing cells on workers, if several cells are missing.
 
         Computing a single cell here takes less time than starting a worker.
         """

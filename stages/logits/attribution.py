@@ -97,7 +97,8 @@ def contrasted_tokens(
 def _resolve_tokens(
     logits: Array, tokens: Array, target_ids: Array, other_ids: Array, found_logits: dict[str, Array]
 ) -> None:
-    """Replace MOST_LIKELY by the most likely token, and look up the logits, for some positions; all in place.
+    """Replace MOST_LIKELY by the most likely token id and look up the logits at some positions, both in
+    place.
 
     Arguments:
         logits: Logits at these positions, [row, vocab].

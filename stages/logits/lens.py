@@ -402,7 +402,7 @@ def _targets(targets: xr.DataArray | None, axis: str, n_tokens: int, vocab: int)
 
 
 def _labelled(results: dict[str, Array], targets: Array, states: xr.DataArray, axis: str) -> xr.Dataset:
-    """The outputs of `logit_lens` as a dataset with the coordinates of the states.
+    """Outputs of `logit_lens` as a dataset with coordinates of the states.
 
     Arguments:
         results: Name -> values.

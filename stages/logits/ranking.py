@@ -104,8 +104,8 @@ def ranks(row: Ints) -> Ints:
 
 
 def _candidates(values: Array, k: int) -> tuple[Ints, Ints]:
-    """(rows, columns) of the entries of a matrix that may be among the k largest of their row, and few
-    others.
+    """(rows, columns) of entries that may rank among the k largest of their matrix row, and few other
+    entries.
 
     Arguments:
         values: [row, column].

@@ -341,7 +341,7 @@ def _common_dtype(dtypes: Iterable[np.dtype[Any]]) -> np.dtype[Any]:
 
 
 def _common(layers: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """Layer numbers that are in every one of some tuples, in ascending order."""
+    """Layer numbers common to all tuples, in ascending order."""
     return tuple(sorted(set.intersection(*map(set, layers))))
 
 

@@ -51,7 +51,7 @@ class FoldedMatrices:
     writing: bool = True
     """Whether the mean over hidden is removed from everything that is written to the stream."""
     unembeddings: bool = True
-    """Whether the mean over the vocabulary is removed from the unembedding, and so from the logits."""
+    """Whether the vocabulary mean is subtracted from the unembedding, and so from the logits."""
 
     @property
     def config(self) -> Architecture:
@@ -110,7 +110,7 @@ class FoldedMatrices:
         return Affine(written[0], written[1][0])
 
     def behind(self, name: str, layer: int) -> Array:
-        """Bias of the norm after a part, [hidden]; zeros without such a norm.
+        """Bias of the norm behind attention or MLP, [hidden]; zeros without such a norm.
 
         Arguments:
             name: "ln1_post" after attention, "ln2_post" after the MLP.

@@ -47,7 +47,7 @@ class Imported:
     name: str
     """Name in the file."""
     variable: str
-    """Name of the variable it is stored as, such as "resid_post"."""
+    """Name of the array's variable in the store, such as "resid_post"."""
     layer: int | None
     """Layer number; None for an array without a layer."""
     hook: str

@@ -176,7 +176,7 @@ def is_worth_a_retry(error: BaseException) -> bool:
 
 
 def as_store_error(error: Exception, url: str) -> StoreError:
-    """Translate an error of the client library obstore to a StoreError that says what to do.
+    """Translate an error of the client library obstore to a StoreError whose message names a remedy.
 
     Arguments:
         error: What obstore raised.
@@ -224,6 +224,6 @@ def _message(error: BaseException) -> str:
 
 
 def _status(error: BaseException) -> int | None:
-    """HTTP status of the answer, for the whole request or one object in it; None if no answer came."""
+    """HTTP status of the response to the whole request or to a single object; None without a response."""
     match = re.search(r"\bcode: (\d{3})\b", str(error))
     return None if match is None else int(match[1])

@@ -661,7 +661,7 @@ def _link_new(temporary: Path, target: Path) -> bool:
 
 
 def _kind(item: os.DirEntry[str]) -> str | None:
-    """Kind of a directory entry in words, such as "a pipe"; None for a file or an ordinary folder."""
+    """Type of a directory entry in words, such as "a pipe"; None for a regular file or an ordinary folder."""
     try:
         mode = item.stat(follow_symlinks=False).st_mode
     except OSError:

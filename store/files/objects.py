@@ -95,7 +95,7 @@ class ObjectFolder(Folder):
 
     @property
     def address(self) -> str:
-        """URL of the store, as `open_store` takes it."""
+        """URL of the store, valid as an argument of `open_store`."""
         return self._address
 
     def where(self, name: str) -> str:

@@ -71,7 +71,7 @@ class FolderStore(Store):
         return [await self.get(key, prototype, byte_range) for key, byte_range in key_ranges]
 
     async def exists(self, key: str) -> bool:
-        """Whether there is a file with this key."""
+        """Whether a file with this key exists."""
         return await asyncio.to_thread(self._files.size, f"{self._folder}/{key}") is not None
 
     async def set(self, key: str, value: Buffer) -> None:

@@ -59,7 +59,8 @@ def expect_bounded(metadata: Mapping[str, Any], stored: int) -> None:
 
 
 def _require_few_chunks(shape: Sequence[int], chunks: Sequence[int]) -> None:
-    """Raise ValueError if chunks of this shape do not fit an array, or are more than a million."""
+    """Raise ValueError if a chunk shape has another number of axes than the array, or gives more than a
+    million chunks."""
     if len(shape) != len(chunks):
         raise ValueError(f"expected a chunk shape of {len(shape)} axes, found {list(chunks)!s:.80}")
     count = math.prod(-(-size // chunk) for size, chunk in zip(shape, chunks, strict=True))

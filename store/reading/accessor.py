@@ -318,7 +318,7 @@ class PackedAccessor:
         return slice(start, start + int(rows_before(axis, self._sizes[i], self._sizes[i])))
 
     def _variable(self, name: str) -> xr.DataArray:
-        """A variable of the dataset; EntryNotFound, with the command that captures it, if it is missing."""
+        """A variable of the dataset; EntryNotFound, with the capture command, for a missing variable."""
         if name not in self._ds.data_vars:
             variables = [str(n) for n in self._ds.data_vars]
             hook = "blocks.*.attn.hook_pattern" if name == "pattern" else f"*hook_{name}"
@@ -376,7 +376,7 @@ class PackedAccessor:
         return result if whole else self._with_strings(result, "token")
 
     def _token_variables(self, dataset: xr.Dataset) -> xr.Dataset:
-        """The variables that have a token axis; ShapeError if there are none."""
+        """Dataset of the variables with a token axis; ShapeError without such variables."""
         names = [name for name, variable in dataset.data_vars.items() if "token" in variable.dims]
         if not names:
             raise ShapeError(

@@ -39,7 +39,7 @@ class CharacterSpans:
         return len(self.start)
 
     def char_to_token(self, char: int) -> int | None:
-        """Position of the first token that covers a character; None if none does."""
+        """Position of the first token that covers a character; None for an uncovered character."""
         return _first((self.start <= char) & (char < self.end))
 
     def char_to_token_fuzzy(self, char: int) -> int | None:
@@ -55,7 +55,8 @@ class CharacterSpans:
         return int(self.placed[np.abs(middle - char).argmin()])
 
     def char_to_token_start(self, char: int) -> int | None:
-        """Position of the first token that starts at or after a character; None if there is none."""
+        """Position of the first token that starts at a character or later; None beyond the start of the last
+        token."""
         return _first((self.start >= char) & (self.end > self.start))
 
     def char_range_to_tokens(self, start: int, end: int) -> list[int]:
@@ -139,6 +140,6 @@ def words(text: str) -> list[tuple[int, int]]:
 
 
 def _first(mask: npt.NDArray[np.bool_]) -> int | None:
-    """Index of the first True; None if there is none."""
+    """Index of the first True in a mask; None for a mask without True."""
     index = int(mask.argmax()) if len(mask) else 0
     return index if len(mask) and mask[index] else None

@@ -323,7 +323,7 @@ class RunArray(ShardedArray):
         return np.stack(values) if values else np.empty((0, *self.shape[1:]), self.dtype)
 
     def _combined(self, layer: int | None) -> npt.NDArray[Any]:
-        """The reduction of one layer over all segments."""
+        """Reduction of one layer, combined over all segments."""
         rows = [self._shard(layer, n)[:] for n in range(len(self.entry.segments))]
         return combined(np.concatenate(rows), self.spec.combine or "", self.spec.over or 0, self.spec.dims)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def entry_of(dataset: xr.Dataset) -> Entry:
-    """The stored run that a dataset was opened from; EntryNotFound if it was not opened from a store."""
+    """Stored run from which a dataset was opened; EntryNotFound for datasets of other origin."""
     source = dataset.encoding.get(SOURCE)
     if source is None:
         raise EntryNotFound(

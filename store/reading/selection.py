@@ -299,7 +299,7 @@ def capture_command(dataset: xr.Dataset, hook: str) -> str:
 
 
 def _missing_layers(dataset: xr.Dataset, dim: str, available: list[int], requested: str) -> str:
-    """Message for layers that were not captured, with the command that captures them."""
+    """Error message for uncaptured layers, with the command that captures them."""
     arrays = [array for array in dataset.data_vars.values() if dim in array.dims]
     names = ", ".join(str(array.name) for array in arrays) or "no variable"
     hook = next(
@@ -325,7 +325,7 @@ def _captured_text(dataset: xr.Dataset) -> str:
 
 
 def _row_of(text: str, texts: list[str]) -> int:
-    """Number of the only prompt with this text."""
+    """Number of the prompt with this text; PromptError unless exactly one prompt has the text."""
     rows = [row for row, prompt_text in enumerate(texts) if prompt_text == text]
     if len(rows) == 1:
         return rows[0]
@@ -343,8 +343,8 @@ def _texts(dataset: xr.Dataset) -> list[str]:
 
 
 def _nearest_token(string: str, vocabulary: Sequence[str]) -> str | None:
-    """Token to suggest for a string that is none: with or without a leading space, in another case, or of
-    similar spelling; None if there is none."""
+    """Token to suggest for an unknown string: a variant with or without a leading space, in another case, or
+    of similar spelling; None without a similar token."""
     variants = (
         f" {string}",
         f"\u2581{string.strip()}",  # SentencePiece's space

@@ -68,7 +68,7 @@ def recoded(content: bytes, layout: ShardLayout, target: ShardLayout, label: str
 
 
 def plain_measure(content: bytes, layout: ShardLayout, label: str) -> FileChecksum:
-    """Size and checksum that a shard file has, or would have without compression.
+    """Size and checksum of a shard file in uncompressed form.
 
     Arguments:
         content: Bytes of the shard file.

@@ -411,7 +411,7 @@ def recorded(folder: Folder, path: str) -> dict[str, FileChecksum]:
 def _read_metadata(
     folder: Folder, path: str, name: str, checksums: Mapping[str, FileChecksum]
 ) -> dict[str, Any] | None:
-    """Parse the `zarr.json` of a coordinate; None if the run does not have this coordinate.
+    """Parse the `zarr.json` of a coordinate; None for a run without this coordinate.
 
     Arguments:
         folder: The store's files.
@@ -444,7 +444,8 @@ def _require_checksum(name: str, text: bytes, checksum: FileChecksum | None) -> 
 def _read_integers(
     folder: Folder, path: str, name: str, checksums: Mapping[str, FileChecksum]
 ) -> npt.NDArray[Any] | None:
-    """Read an integer coordinate; None if the run does not have it. Arguments as for `_read_metadata`."""
+    """Read an integer coordinate; None for a run without this coordinate. Arguments as for
+    `_read_metadata`."""
     metadata = _read_metadata(folder, path, name, checksums)
     if metadata is None:
         return None

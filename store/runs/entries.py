@@ -97,7 +97,7 @@ class ArraySpec:
     unit: str = ""
     """Unit of the values; "1" for dimensionless ones."""
     selection: Selection | None = None
-    """Which tokens have rows; None for all tokens."""
+    """Rule that selects the tokens with rows; None for all tokens."""
     run_dtype: str | None = None
     """Storage dtype of the run, set for arrays whose `dtype` differs from it (token ids); else None."""
     over: int | None = None
@@ -371,8 +371,8 @@ class Entry:
         return {name: array[0] for name, array in arrays.items() if array is not None}
 
     def spec(self, variable: str) -> ArraySpec:
-        """Description of a variable; EntryNotFound, with the most similar name, if the run does not have
-        it."""
+        """Description of a variable; EntryNotFound, with the most similar name, for an undeclared
+        variable."""
         return self._array(variable)[0]
 
     def layout(self, variable: str) -> ShardLayout:
@@ -520,7 +520,7 @@ class Entry:
         self._put_record(n, checksums, files, plain)
 
     def _shared_shards(self, other: Entry, cell: VariableLayer, n: int) -> dict[VariableLayer, FileChecksum]:
-        """Checksums that an array's shards of a segment will have if they are taken from another run.
+        """Future checksums of an array's shards in a segment, if the shards of another run are reused.
 
         Shards of another codec are recoded here; the others are linked later.
 
@@ -736,7 +736,8 @@ class Entry:
         return self._is_scaled[variable]
 
     def _stored_parts(self, cell: VariableLayer) -> tuple[VariableLayer, ...]:
-        """(variable, layer) of the stored arrays that make up an array: its scales if it is int8, then it."""
+        """(variable, layer) of each stored array behind an array: the scales of an int8 array, then the array
+        itself."""
         return ((scale_name(cell[0]), cell[1]), cell) if self._has_scales(cell[0]) else (cell,)
 
     def _with_scales(self, n: int, arrays: Mapping[VariableLayer, Array]) -> dict[VariableLayer, Array]:

@@ -38,7 +38,7 @@ _MOST_NAMED = 4
 
 
 class Selection(ABC):
-    """A rule that selects some tokens of each prompt, such as the last one, for storing only their rows."""
+    """Rule that selects tokens of each prompt, such as the last token, so that only their rows are stored."""
 
     @property
     @abstractmethod
@@ -375,7 +375,7 @@ def _mask_digest(bits: bytes, length: int) -> str:
 
 
 def _word(position: int) -> str:
-    """A position as part of a name: "m1" for -1."""
+    """Position as text in a name: "m1" for -1."""
     return f"m{-position}" if position < 0 else str(position)
 
 

@@ -432,7 +432,7 @@ class ShardRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all rows would have as one array."""
+        """Size in bytes of all rows, decoded into one array."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:

@@ -149,7 +149,8 @@ def marked(
     horizon: float,
     notes: Callable[[str], Sequence[Mapping[str, Any]]] | None = None,
 ) -> set[str]:
-    """Find the folders that garbage collection keeps: pinned, new or in use, and all they were computed from.
+    """Find the folders that garbage collection keeps: pinned, new or in use, with all their direct and
+    indirect inputs.
 
     Arguments:
         store: The store.

@@ -110,8 +110,8 @@ def copy(
 
 
 def _with_scales(source: Catalog, records: Iterable[Record]) -> Iterator[Record]:
-    """Yield each record once; before the record of an int8 array, that of its scales, without which it has
-    no meaning."""
+    """Yield each record once, and the record of an int8 array's scales before the record of the array: int8
+    numbers have no meaning without scales."""
     yielded_keys: set[str] = set()
     attributes_of_run: dict[str, Mapping[str, Any]] = {}  # by folder
     for record in records:

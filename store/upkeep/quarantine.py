@@ -120,7 +120,7 @@ def _segment_records(store: Catalog, damage: Damage) -> dict[str, dict[str, Any]
 
 
 def _withdraw_arrays(store: Catalog, damage: Damage, name: str, record: dict[str, Any], aside: str) -> None:
-    """Withdraw the array that the damaged file is part of, and take it out of a segment record.
+    """Withdraw the array of a damaged file, and remove the array from a segment record.
 
     The record without it is written first, so that the other arrays of the segment stay committed throughout.
 

@@ -116,7 +116,7 @@ class Recoding:
 def recoding_of(
     source: Catalog, target: Catalog, data: str, variable: str, codec: str | None
 ) -> Recoding | None:
-    """Decide how the shards of an array are converted when it is copied.
+    """Choose the codec conversion of an array's shards for a copy.
 
     Arguments:
         source: Store to read.
@@ -145,7 +145,7 @@ def recoding_of(
 
 
 def _layout(text: bytes | None) -> ShardLayout | None:
-    """Shard layout in a `zarr.json`; None if there is none, or mizarr did not write it."""
+    """Shard layout in a `zarr.json`; None without a file, or for a file of another program."""
     if text is None:
         return None
     try:

@@ -201,5 +201,7 @@ def test_a_norm_after_attention_needs_its_scale(gemma2: Corpus):
     with pytest.raises(ShapeError, match=r"ln2_post\.hook_scale"):
         stack_neuron_results(states["mlp_post_act"], gemma2.mlp)
     plain = gemma2.attention.drop_vars("ln1_post_weight")
-    with pytest.raises(ShapeError, match="no post_scale"):
+    with pytest.raises(
+        ShapeError, match="no norm ln1_post, but its divisor post_scale was passed; leave it out"
+    ):
         stack_head_results(states["z"], plain, post_scale=states["ln1_post_scale"])

@@ -211,7 +211,7 @@ def test_a_group_is_told_by_its_ends():
 
 def test_a_model_in_memory_a_store_in_memory_and_two_kinds_of_workers_are_refused(folder, clt, tmp_path):
     store = mizarr.open_store(tmp_path)
-    with pytest.raises(PlanError, match=r"found 'tcp://127\.0\.0\.1:1' and 2 workers"):
+    with pytest.raises(PlanError, match=r"a cluster \('tcp://127\.0\.0\.1:1'\) and 2 workers .*; leave out"):
         run(patched(folder), store, cluster="tcp://127.0.0.1:1", workers=2)
     model = mizarr.Model.from_pretrained(folder)
     with pytest.raises(PlanError, match="expected a model by name"):

@@ -172,7 +172,7 @@ def test_attributes_that_differ_have_contents_that_differ():
     [
         (b"a", "convert it"),
         (2**53 + 1, "2\\*\\*53"),
-        ({1: 2, "1": 3}, "different names"),
+        ({1: 2, "1": 3}, "have the same name as text; rename one"),
         (np.datetime64("2000-01-01"), "convert it"),
         (1j, "convert it"),
         ({1, 2}, "convert it"),

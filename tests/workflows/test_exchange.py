@@ -328,7 +328,7 @@ def test_a_declared_model_is_not_the_computed_one(store, tmp_path):
     declared = mizarr.import_activations(path, model="tiny", store=store)
     assert declared.attrs["model_digest"] != computed.attrs["model_digest"]
     assert store.find_prompts(entry.run, entry.tokens, "float32", STATES)[0].digest == entry.digest
-    with pytest.raises(StageError, match=r"'mine' of tiny \(\w+\) and 'theirs' of tiny as declared \(\w+\)"):
+    with pytest.raises(StageError, match=r"'mine' of tiny \(\w+\), 'theirs' of tiny as declared \(\w+\)"):
         require_same_model(mine=computed.resid_post, theirs=declared.resid_post)
 
 
@@ -440,8 +440,14 @@ BAD = {
     "unused name": (posts(), {"names": {"block": FIRST}}, HookPointNotFound, "no array is named 'block'"),
     "unused skip": (posts(), {"skip": ["los"]}, HookPointNotFound, "no array is named 'los'"),
     "row sizes": (posts() | {"row_size": SIZES + 1}, {}, ShapeError, "check token ids and row_size"),
-    "float row sizes": (posts() | {"row_size": SIZES / 1.0}, {}, PromptError, "integers, found float64"),
-    "empty prompt": (posts() | {"row_size": np.array([0, 15])}, {}, PromptError, "prompt 0 is empty"),
+    "float row sizes": (
+        posts() | {"row_size": SIZES / 1.0}, {}, PromptError,
+        "row_size as a list of integers, the number of tokens of each prompt, found float64",
+    ),
+    "empty prompt": (
+        posts() | {"row_size": np.array([0, 15])}, {}, PromptError,
+        "prompt 0 has 0 tokens, expected at least one",
+    ),
     "few ids": (RAGGED | {"token_ids": IDS[:-1]}, {}, PromptError, "found ids of shape [14]"),
     "float ids": (RAGGED | {"token_ids": IDS / 2}, {}, PromptError, "array of integers"),
     "huge ids": (RAGGED | {"token_ids": IDS + 2**40}, {}, PromptError, "that fit int32"),
@@ -521,7 +527,7 @@ def test_a_truncated_file_is_told(write, tmp_path):
     ("name", "content", "says"),
     [
         ("a.safetensors", None, "found none; check the path"),
-        ("a.pt", b"", "expected a .safetensors or .npz"),
+        ("a.pt", b"", "files that end in .safetensors or .npz, found 'a.pt'"),
         ("a.npz", b"no zip", "cannot be read"),
     ],
 )
@@ -568,7 +574,12 @@ def test_a_file_that_is_written_over_meanwhile_is_not_stored(
         return real(*given, **named)
 
     monkeypatch.setattr(place, name, written_over)
-    with pytest.raises(SourceChanged, match="overwritten meanwhile"):
+    told = (
+        "array 'blocks.0.hook_resid_post' was overwritten while it was being imported; import it again"
+        if moment == "rows"
+        else f"{path.name} of what is imported changed .* overwritten meanwhile; start again"
+    )
+    with pytest.raises(SourceChanged, match=told):
         mizarr.import_activations(path, model="gpt2", store=store)
     assert not [*store.records()]
     monkeypatch.undo()

@@ -134,7 +134,9 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", [*AT_THE_END, "counterfact_patching", "activation_patching"])
 def test_where_nothing_says_what_is_missing_nothing_is_asked_at_the_last_token(decoder: Path, name: str):
-    with pytest.raises(ConfigError, match="predicts the next token, found gpt2, whose positions see later"):
+    with pytest.raises(
+        ConfigError, match="predicts the next token, found gpt2, in which every position also sees later"
+    ):
         build(name, model=str(decoder), **AT_THE_END.get(name, {}))
 
 
@@ -179,7 +181,10 @@ def test_models_without_a_tokenizer_are_read_by_ids(tmp_path: Path):
     found = logit_lens(states["resid_post"], None, readout)
     logits = model.forward(games[0]).logits[0]
     assert found["top_id"].isel(layer=-1, rank=0).values[:4].tolist() == logits.argmax(-1).tolist()
-    with pytest.raises(mizarr.MizarrError, match=r"expected a tokenizer\.json"):
+    with pytest.raises(
+        mizarr.MizarrError,
+        match=r"expected tokenizer\.json or .* in the folder .*; add the file, or pass token ids",
+    ):
         model.forward("text")
 
 
@@ -233,7 +238,7 @@ def test_masks_of_a_prompt_are_filled_in_where_they_stand_and_beside_the_whole_m
             {"stop": ("x",), "top_k": 3},
             r"expected no stop and no top_k for .*, which fills in masks",
         ),
-        ("folder", {"order": "surest"}, "no order 'surest' to fill masks in"),
+        ("folder", {"order": "surest"}, "order to be one of confidence, .*, found 'surest'"),
         ("decoder", {}, r"expected a mask token in the tokenizer of .*, found none; name it as mask_token"),
         ("specimen", {"steps": 3}, "expected no steps for specimen, which predicts the next token"),
     ],

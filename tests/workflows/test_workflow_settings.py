@@ -97,7 +97,11 @@ def test_an_unknown_workflow_names_the_nearest():
     ("name", "given", "complaint"),
     [
         ("logit_lens", {"top_k": 0}, "top_k"),
-        ("logit_lens", {"prompts": ["a", "b", "c"], "answers": ["x", "y"]}, "one answer, or one per prompt"),
+        (
+            "logit_lens",
+            {"prompts": ["a", "b", "c"], "answers": ["x", "y"]},
+            r"one answer for all prompts, or one per prompt \(3\), found 2",
+        ),
         ("character_count_helix", {"widths": [1]}, "a list of int of at least 2"),
     ],
 )
@@ -297,7 +301,10 @@ def test_a_model_that_is_none_is_refused(model):
 
 def test_half_a_surrogate_pair_is_refused():
     for given in ({"prompts": ["a", "\ud800"]}, {"prompts": "\ud800"}):
-        with pytest.raises(PromptError, match="prompts: expected text, found half of a surrogate pair"):
+        with pytest.raises(
+            PromptError,
+            match=r"prompts: expected valid Unicode text, found half of a surrogate pair .* at character 0",
+        ):
             build("logit_lens", **given)
 
 

@@ -56,7 +56,8 @@ class TimedProtocol(H11Protocol):
         self._timer = self.loop.call_later(PATIENCE, self._check)
 
     def _check(self) -> None:
-        """Close the connection unless a response is being computed or the client has read a part of one."""
+        """Close the connection if no response is being computed and the client read no bytes since the last
+        check."""
         unsent = self.transport.get_write_buffer_size()
         # `cycle` is uvicorn's current request and response; nothing to send yet: the page is being computed.
         is_computing = not unsent and self.cycle is not None and not self.cycle.response_complete

@@ -1,4 +1,4 @@
-"""Routing: from the address in a request to the page that is shown.
+"""Routing: from a request's address to the displayed page.
 
 Digests and keys in an address are looked up among the entries of a snapshot of the store. No part of an
 address becomes a file path, so a request cannot reach other files.
@@ -77,7 +77,7 @@ def _run(snapshot: Snapshot, digest: str) -> HeldFolder | None:
 
 
 def _of_run(make: Callable[..., Page | None]) -> Callable[..., Page | None]:
-    """Make a page function for `_PAGES` from one that takes the folder of a run.
+    """Convert a page function of a run folder to a page function for `_PAGES`.
 
     Arguments:
         make: Function of (snapshot, folder of the run, numbers in the address).

@@ -1,4 +1,4 @@
-"""Drawing of the lineage of a run or result: what it was computed from, and what was computed from it.
+"""Drawing of a run's or result's lineage: its inputs and its derived results.
 
 Inputs are in columns on the left, the entry itself in the middle, results computed from it on the right. At
 most `MOST` entries per side are drawn; the caption says how many are omitted. A dashed frame marks entries
@@ -60,7 +60,7 @@ class Lineage(View):
     boxes: tuple[Box, ...]
     """One box per run or result, from left to right."""
     paths: tuple[str, ...]
-    """SVG path of each connection, from the box of an input to the box of what was computed from it."""
+    """SVG path of each connection, from the box of an input to the box of a derived entry."""
     width: float
     """Width of the drawing."""
     height: float

@@ -193,7 +193,7 @@ def _open_run(address: str, data: str, stamp: object) -> tuple[LabelledEntry, tu
 
 @lru_cache(maxsize=2)
 def _vocabulary(address: str, tokenizer: str) -> tuple[str, ...] | None:
-    """Text of each token id of a tokenizer; None if the store has no vocabulary of it, or a damaged one.
+    """Text of each token id of a tokenizer; None for a missing or damaged vocabulary.
 
     Arguments:
         address: Path or URL of the store.

@@ -24,7 +24,7 @@ class Link:
     href: str
     """Relative address of the page."""
     about: str = ""
-    """Tooltip of the link; "" for none."""
+    """Tooltip of the link; "" for a link without tooltip."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class TokenLinks(View):
     tokens: tuple[Link, ...]
     """Text and link of each token, in order."""
     at: int = -1
-    """Index into `tokens` of the token that the page is about, which is highlighted; -1 for none."""
+    """Index into `tokens` of the highlighted token, the page's subject; -1 without a highlighted token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class PageLinks(View):
 
     @classmethod
     def of(cls, number: int, pages: int, hrefs: dict[int, str]) -> PageLinks:
-        """Navigation from one page of a list to its other pages.
+        """Navigation from a list page to its neighbours and to the first and last page.
 
         Arguments:
             number: Number of the current page, from 1.
@@ -104,7 +104,7 @@ class SearchForm(View):
     action: str
     """Relative address of the page that shows the matching prompts."""
     words: str = ""
-    """Text in the field at first: the text that was searched for; "" for none."""
+    """Initial text of the field: the current search text; "" without a search."""
     filters: bool = False
     """Whether a script filters the rows of the table below instead, as for pages in files, without a
     server."""

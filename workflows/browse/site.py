@@ -225,7 +225,7 @@ def _with_valid_links(text: str, address: str, frontier: _Frontier, written: Wri
 
 
 def _placeholder(address: str, notice: str) -> Page:
-    """Page that only says why the page that a link led to is not part of the site."""
+    """Placeholder page with the reason why a link's target is missing on the site."""
     up = (Link("store", addresses.relative(address, addresses.INDEX)),)
     return Page(address=address, title="Left out", over="mizarr store", up=up, views=(Note(text=notice),))
 

@@ -80,7 +80,8 @@ class ActivationPatchingTrace(KnownWorkflow):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of hook points to patch: the setting, or by default those of USUAL that every layer has."""
+        """Patched kinds of hook points: the setting `kinds`, by default the members of USUAL that exist in
+        every layer."""
         return self.settings.kinds or in_every_layer(self.subject.config, USUAL)
 
     def plan(self) -> Nodes:
@@ -165,8 +166,8 @@ class ActivationPatchingTrace(KnownWorkflow):
 
     @property
     def makes_claims(self) -> bool:
-        """Whether claims are made: some kind of `kinds` is patched by position. Grids by head make no
-        claims."""
+        """Whether the workflow makes claims: yes if any of `kinds` is patched by position; grids by head have
+        no claims."""
         return bool(self.claimed_kinds)
 
     def claims(self) -> Iterator[Claim]:

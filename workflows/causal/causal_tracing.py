@@ -176,7 +176,8 @@ class CausalTrace(KnownWorkflow):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of hook points to restore: the setting, or by default those of USUAL that every layer has."""
+        """Restored kinds of hook points: the setting `kinds`, by default the members of USUAL that exist in
+        every layer."""
         return self.settings.kinds or in_every_layer(self.subject.config, USUAL)
 
     def _tracing(self, fact: Recalled, kind: str, samples: int) -> CausalTracing:

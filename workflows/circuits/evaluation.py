@@ -49,7 +49,7 @@ SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 FEW_SHARES = (0.005, 0.02, 0.1, 0.5)
 """Default sizes for a large model."""
 MINIMAL_SHARE = 0.02
-"""Largest size by default of the circuit that is run without each of its edges, as a share of all edges."""
+"""Largest default size of the circuit in minimality runs, as a share of all edges."""
 CARRIED: dict[Alternative, str] = {
     "corrupted": "the output of their source in the corrupted prompt",
     "zero": "zero instead of the output of their source",
@@ -133,8 +133,8 @@ class CircuitEvaluation(CircuitWorkflow):
 
     @cached_property
     def minimal_size(self) -> int:
-        """Number of edges of the circuit that is run without each of them: that of the setting, or by default
-        MINIMAL_SHARE of all or as many as the model's size allows; at least 1."""
+        """Number of edges of the circuit in minimality runs: from the setting, or by default MINIMAL_SHARE of
+        all edges, limited by the cost of the model; at least 1."""
         if self.settings.share is not None:
             return max(1, self._edges(self.settings.share))
         per_edge = len(self.tasks) * self.n_pairs * self._one_run
@@ -147,12 +147,12 @@ class CircuitEvaluation(CircuitWorkflow):
         return tuple(sorted({size for share in self.shares_run if (size := self._edges(share))}))
 
     def _edges(self, share: float) -> int:
-        """Number of edges that make up a share of all edges, rounded down."""
+        """Number of edges in a share of the graph's edges, rounded down."""
         return int(share * self.num_edges)
 
     def plan(self) -> Nodes:
-        """Nodes of each task: runs of circuits and of random circuits of every size, and of one circuit
-        without each of its edges."""
+        """Nodes of each task: runs of circuits and random circuits of every size, and of one circuit minus
+        each of its edges."""
         if len(self.sizes) < 2:
             raise ConfigError(
                 f"expected shares that give circuits of two or more sizes in a graph of {self.num_edges} "

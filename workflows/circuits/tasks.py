@@ -90,8 +90,8 @@ class TaskWorkflow(ModelWorkflow):
         return tasks
 
     def _default_tasks(self) -> tuple[str, ...]:
-        """Tasks without a setting: those of SHIPPED_TASKS for a model that ships with mizarr; for any other
-        those of `general_tasks` for which its tokenizer has pairs, if there are any."""
+        """Default tasks: SHIPPED_TASKS for a model shipped with mizarr; for other models the `general_tasks`
+        that have pairs in the tokenizer, or else SHIPPED_TASKS."""
         if self.subject.files.name in SHIPPED:
             return SHIPPED_TASKS
         fitting = tuple(task for task in self.general_tasks if self._has_pairs(task))
@@ -178,7 +178,7 @@ class TaskWorkflow(ModelWorkflow):
         return {f"{task}_{name}": self.on_model(each) for name, each in experiments.items()}
 
     done_node: ClassVar[str]
-    """Which result has the metric of the clean held-out prompts: the end of its name, such as "circuit"."""
+    """Name suffix of the result that stores the metric of clean held-out prompts, such as "circuit"."""
 
     def is_done(self, values: xr.Dataset) -> bool:
         """Whether the model does a task: the right answer is above the wrong one in more pairs than by chance
@@ -187,12 +187,12 @@ class TaskWorkflow(ModelWorkflow):
 
     @cached_property
     def done(self) -> list[str]:
-        """Names of the tasks that the model does; claims are made about these only."""
+        """Tasks that the model does, by name; claims are restricted to these tasks."""
         return [task for task in self.tasks if self.is_done(self.result(f"{task}_{self.done_node}"))]
 
     @property
     def not_done(self) -> str:
-        """Sentence for captions that names the tasks which the model does not do; "" if it does all."""
+        """Caption sentence on the tasks that the model fails; "" without a failed task."""
         tasks = [task for task in self.tasks if task not in self.done]
         if not tasks:
             return ""

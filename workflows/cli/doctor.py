@@ -84,8 +84,8 @@ def _version(name: str) -> str:
 
 
 def _extra(name: str) -> str:
-    """Whether an extra, such as "plots", is installed, and its purpose; if not, the command that installs
-    it."""
+    """State and purpose of an extra such as "plots": installed, or its missing modules and their install
+    command."""
     missing = missing_modules(name)
     state = f"missing {', '.join(missing)}: pip install 'mizarr[{name}]'" if missing else "installed"
     return f"{state} ({EXTRAS[name].purpose})"

@@ -362,7 +362,7 @@ def _weight_statistics(dictionary: Dictionary, *, quiet: bool) -> list[dict[str,
 
 
 def _crosscoder_statistics(dictionary: Dictionary) -> list[dict[str, Any]]:
-    """Norms of the weights of a crosscoder as JSON values, for each place: a hook point of one of its models.
+    """Weight norms of a crosscoder as JSON values, per place: a hook point of one of its models.
 
     The keys are those of `_weight_statistics`. Decoder norms are in units of the standard deviation of the
     activations at that place.

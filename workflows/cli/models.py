@@ -203,7 +203,7 @@ def print_fetched(files: ModelFiles | DictionaryFiles, as_json: bool) -> None:
 
 
 def _readable(files: ModelFiles) -> Checkpoint:
-    """The checkpoint of a model, with tensors under the names of the native backend if it can convert them.
+    """Checkpoint of a model, with the native backend's tensor names for a convertible model.
 
     Else the tensors have the names of the files.
     """

@@ -83,7 +83,8 @@ RUNNING = Declared("stages.options", "RunOptions", ("cluster", "workers", "log")
 PLACE = RUNNING.only("cluster", "workers")
 """Options of where stages are executed: in this process, or on workers of a Dask cluster."""
 NAMED = LOADING.only("trust_layout", "backend", "adapter")
-"""The loading options of commands on a workflow, whose settings hold the others, such as the device."""
+"""Loading options of workflow commands; further loading options, such as the device, are workflow
+settings."""
 
 
 def _option_of(item: dataclasses.Field[Any]) -> click.Option:
@@ -154,7 +155,7 @@ command = functools.partial(click.command, cls=DeclaredCommand)
 
 
 def given_options(options: Mapping[str, Any], *declared: Declared) -> dict[str, Any]:
-    """Select the options of a command that are fields of dataclasses; those with the value None are left out.
+    """Select the command options that are fields of dataclasses; options with the value None are omitted.
 
     Arguments:
         options: Name -> value of all options of the command.

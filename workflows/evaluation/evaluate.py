@@ -359,7 +359,7 @@ class Evaluate(ModelWorkflow):
         return " ".join(filter(None, (self._too_few(), mixed_up)))
 
     def _measures(self, prefix: str = "", **draw: int) -> dict[str, float]:
-        """All measures by name: of the unchanged model, with the intervention, or with one of its controls.
+        """All measures by name, of the unchanged model, the changed model, or a control intervention.
 
         prefix: of the names of results: "", "changed_" or "other_". draw: `draw=i` for control i of "other_".
         """
@@ -450,7 +450,7 @@ class Evaluate(ModelWorkflow):
             yield Claim.against(text, cost[name], draws, self.change.null, **fields)
 
     def _too_few(self) -> str:
-        """Sentence for captions on why the cost of the intervention is not claimed; empty if it is, or
+        """Caption sentence on the reason for an unclaimed intervention cost; empty for a claimed cost, or
         without an intervention."""
         if self.change is None or len(self.control_measures) >= LEAST:
             return ""
@@ -567,7 +567,7 @@ class Evaluate(ModelWorkflow):
 
 
 def _without(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """The fields without those of some names."""
+    """Copy of the fields without the named fields."""
     return {name: value for name, value in fields.items() if name not in names}
 
 

@@ -63,7 +63,7 @@ class AttentionRouting(ExchangeWorkflow):
         return [step * self.settings.max_strength / steps for step in range(1, steps + 1)]
 
     def strengths(self) -> tuple[float, ...]:
-        """All strengths of the exchange, ascending: that of the claim and those of the curves."""
+        """All strengths of the exchange, for the claim and the curves, ascending."""
         return tuple(sorted({self.exchange.strength, *self.range}))
 
     def views(self) -> Iterator[View]:

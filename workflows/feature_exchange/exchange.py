@@ -197,12 +197,12 @@ class FeatureExchange:
 
     @cached_property
     def kin(self) -> Kin:
-        """Texts of the same kind as the prompt that would end on the suppressed word."""
+        """Texts of the prompt's kind whose expected last word is the suppressed word."""
         return kin_of(self.preset.prompt, self.preset.kind, self.preset.suppress_word)
 
     @cached_property
     def held_out(self) -> list[Place]:
-        """Held-out prompts of the same kind as this one: (token ids, position of the exchange) each."""
+        """Held-out prompts of the prompt's kind, as (token ids, exchange position)."""
         return self._placed(self.kin.texts, HELD_OUT)
 
     @cached_property
@@ -285,8 +285,8 @@ class FeatureExchange:
 
 
 def position_of(site: str, tokens: Sequence[str]) -> int:
-    """Position that a site names: an index (negative from the end), or the text of a token, of which the
-    first is taken.
+    """Position named by a site: an index (negative from the end), or the text of a token, whose first
+    occurrence counts.
 
     Arguments:
         site: the index or the text of a token.

@@ -253,7 +253,7 @@ class PlanningPairs(Workflow):
         self.nodes |= {"layers": self.subject.on_model(self._layers())}
 
     def _other(self, fallback: str) -> PairSet | None:
-        """The same pairs with the model and dictionary of the preset `against`; None without such a preset.
+        """Same pairs with model and dictionary of the preset `against`; None without this preset.
 
         Arguments:
             fallback: name of the preset if settings.against is empty; "" for none.

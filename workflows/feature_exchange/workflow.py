@@ -82,13 +82,12 @@ class ExchangeWorkflow(Workflow):
         return (self.exchange.strength,)
 
     def further_nodes(self) -> Nodes:
-        """Nodes that a subclass adds to those of the exchange and its controls."""
+        """Nodes of a subclass in addition to the exchange and its controls."""
         return {}
 
     @cached_property
     def sweep(self) -> xr.Dataset:
-        """Result of the exchange at every strength and place, [strength, place], in memory; a place is a
-        position of the prompt."""
+        """Exchange result by strength and place (prompt position), [strength, place], in memory."""
         return self.result("sweep").load().isel(exchange=0)
 
     @cached_property
@@ -134,7 +133,7 @@ class ExchangeWorkflow(Workflow):
             yield self.held_out_claim(held_out, text)
 
     def claims_caption(self) -> str:
-        """Caption of the claims: how the features were chosen, as the preset says."""
+        """Caption of the claims: the preset's description of the feature selection."""
         return self.preset.selection
 
     def claim_here(self, effects: Floats, text: str, after: Floats | None = None) -> Claim:
@@ -168,8 +167,8 @@ class ExchangeWorkflow(Workflow):
     # -- views
 
     def opening(self) -> Iterator[View]:
-        """First views of all exchange workflows: a table of the exchanged features, and one of the effect of
-        each part of the exchange."""
+        """First views of every exchange workflow: a table of the exchanged features, and a table of the
+        effects of single parts of the exchange."""
         yield self.features_table()
         if self.exchange.words:
             yield self.parts_table()

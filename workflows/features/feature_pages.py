@@ -199,7 +199,7 @@ class FeaturePages(ModelWorkflow):
 
     @property
     def _without_sinks(self) -> str:
-        """End of a sentence on which first tokens of each passage are left out; empty if none are."""
+        """End of a sentence on the omitted first tokens of each passage; empty without omissions."""
         # Norms of states at an attention sink may be 100 times those elsewhere; dictionaries are seldom
         # trained on them.
         n_skipped = self.settings.zero_positions

@@ -54,7 +54,7 @@ PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678
 
 @dataclass(frozen=True)
 class NeuronpediaSource:
-    """Ids on Neuronpedia of the model and of the dictionary layer that the features come from.
+    """Neuronpedia ids of the features' model and dictionary layer.
 
     Raises:
         ConfigError: for a `model` or `source_set` that is empty, starts with "." or has characters not in

@@ -46,7 +46,7 @@ PER_FILE = 256
 
 @dataclass(frozen=True, eq=False)
 class PageMaterial:
-    """Content of the pages of the features in one layer of a dictionary."""
+    """Content of the feature pages of a single dictionary layer."""
 
     results: Mapping[str, xr.Dataset]
     """Results of the nodes of `page_nodes`, by name, lazy or in memory. Without "logits" the pages show no

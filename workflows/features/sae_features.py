@@ -93,7 +93,7 @@ class SaeFeatures(PromptFeaturesWorkflow):
 
     @cached_property
     def labels(self) -> FeatureLabels:
-        """Labels of the features that are most active in the prompt."""
+        """Labels of the prompt's most active features."""
         return self.active_labels(self.activity)
 
     def top(self, position: int) -> list[dict[str, Any]]:

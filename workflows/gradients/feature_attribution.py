@@ -151,8 +151,8 @@ class FeatureAttributionTrace(AttributedPairs):
         yield Claim.ranking(text, pairs, "patched features of each pair", self.settings)
 
     def claims_caption(self) -> str:
-        """Caption of the claims: the pairs they are about, the largest error of an estimate, and why no pairs
-        are held out."""
+        """Caption of the claims: number of pairs, largest error of an estimate, and the reason for claims
+        without held-out pairs."""
         # Over all patched cells, random ones included.
         worst = max(float(np.abs(a - b).max()) for a, b in map(self._checked, self.counted))
         errors, verify = np.mean(list(map(self._rests, self.counted))), self.settings.verify

@@ -88,8 +88,8 @@ class IntegratedGradientsTrace(AttributedPairs):
 
     @cached_property
     def counted(self) -> list[xr.Dataset]:
-        """Results of the facts that claims are about: known to the model, and with more than one position
-        that differs from the baseline."""
+        """Results of facts that enter claims: facts known to the model, with several positions different from
+        the baseline."""
         return [
             fact
             for fact, is_known in zip(self.facts, self.counts, strict=True)

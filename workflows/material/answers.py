@@ -44,7 +44,7 @@ COUNTRIES = ("Germany", "Poland", "Brazil", "Russia", "Canada")
 
 
 def fact(model: str, prompt: str, target: str) -> tuple[str, str]:
-    """Prompt and target of a workflow: those of the settings, or the default ones of the model.
+    """Prompt and target of a workflow: from the settings, or the model's defaults.
 
     Arguments:
         model: name of the model.

@@ -62,8 +62,8 @@ ROLES: Mapping[str, str] = {
     "subject": "the subject's last token",
     "previous": "the last position but one",
 }
-"""Positions that every fact has -> their description. A layer and role selected on some facts are scored at
-the same role of others."""
+"""Positions that exist in every fact -> their description. A layer and role selected on one set of facts are
+scored at the same role of other facts."""
 OTHERS = 3
 """Number of key positions per other fact that are drawn at random as controls, in addition to the roles."""
 FACTS = 8
@@ -178,7 +178,7 @@ class PlaceWorkflow(KnownWorkflow):
         return bool(self.open_roles) and (self.named_key is None or self.settings.layer is None)
 
     def facts_node(self) -> Nodes:
-        """Nodes on other facts: one that intervenes in them, and one that ranks their answers.
+        """Nodes on other facts: interventions, and ranks of the answers.
 
         Empty if layer and position are named, or with controls=0.
         """
@@ -215,7 +215,8 @@ class PlaceWorkflow(KnownWorkflow):
 
     @property
     def half(self) -> int:
-        """Number of other facts on which the layer and position are chosen; as many more score the choice."""
+        """Number of other facts used to choose layer and position; an equal number of facts scores the
+        choice."""
         return len(self.others) // 2
 
     def lost_here(self, key: int) -> Floats:
@@ -381,7 +382,7 @@ class PlaceWorkflow(KnownWorkflow):
         return self.query, self.keys[0] if is_named else self.roles[self.chosen.role]  # type: ignore[union-attr]
 
     def token_label(self, place: int) -> str:
-        """Token at a position of the prompt, as in claims: "' in' (3)"."""
+        """Token and position in the prompt, in the notation of claims: "' in' (3)"."""
         return f"'{self.subject.token_labels([self.encoding.ids[place]])[0]}' ({place})"
 
     def cause(self, layer: int, key: int) -> str:

@@ -53,7 +53,7 @@ class FeatureLabels:
     """Labels that people gave (stages/features/labels.py)."""
 
     def with_labels_by_people(self, store: Store | None, dictionary: Dictionary) -> FeatureLabels:
-        """A copy with the labels that people gave to features of a dictionary.
+        """Copy with the human labels of a dictionary's features.
 
         Arguments:
             store: the store that holds the labels; None for no labels.
@@ -147,7 +147,7 @@ class FeatureLabels:
         return asdict(feature) | {"label": self.label(feature)}
 
     def __or__(self, other: FeatureLabels) -> FeatureLabels:
-        """Labels of both; where both have a label, that of `other` wins."""
+        """Union of two label sets; labels of `other` take precedence."""
         writes, fires = {**self.writes, **other.writes}, {**self.fires, **other.fires}
         return FeatureLabels(writes, fires, {**self.by_people, **other.by_people})
 
@@ -234,7 +234,7 @@ def _written_tokens(subject: Subject, words: xr.Dataset | None) -> dict[FeatureI
 def _peak_tokens(
     subject: Subject, ids: Sequence[int], peaks: Mapping[FeatureId, int | None]
 ) -> dict[FeatureId, str | None]:
-    """Token of the prompt at which each feature is most active; None for a feature that is inactive. peaks:
-    its position."""
+    """Token of the prompt with each feature's largest activation; None for an inactive feature. peaks: token
+    positions."""
     texts = subject.token_labels(ids)
     return {feature: None if position is None else texts[position] for feature, position in peaks.items()}

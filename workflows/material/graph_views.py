@@ -122,8 +122,8 @@ def _label(strong: StrongFeature, called: Mapping[FeatureId, str]) -> str:
 def _table(
     strongest: Sequence[StrongFeature], sources: tuple[str, ...], called: Mapping[FeatureId, str]
 ) -> Table:
-    """Table of the features with most influence; with the tokens that they raise and lower, if these were
-    computed."""
+    """Table of the most influential features, with the tokens that each feature raises and lowers, if the
+    logit effects were computed."""
     # Features carry no tokens if the graph's effects on the logits were not computed.
     is_known = any(strong.raised for strong in strongest)
     effects = (

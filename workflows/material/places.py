@@ -65,7 +65,7 @@ def check_kinds(kinds: Sequence[str], allowed: Sequence[str]) -> None:
 
 
 def in_every_layer(config: Architecture, kinds: Sequence[str]) -> tuple[str, ...]:
-    """Those of some kinds of hook points that exist in every layer of a model.
+    """Select the kinds of hook points present in every layer of a model.
 
     Arguments:
         config: configuration of the model.

@@ -189,7 +189,7 @@ def _word(label: Any) -> str:
 
 
 def thinned(target: Target, *, examples: int, balance: bool, seed: int) -> Target:
-    """The target with values for a random subset of its tokens only; NaN for the others.
+    """Target with values at a random subset of its tokens; NaN at all other tokens.
 
     Arguments:
         target: the target.

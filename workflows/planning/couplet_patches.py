@@ -94,8 +94,8 @@ class PlacedPair:
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        """For each of WAYS, the positions that are patched in every layer, and the positions that keep the
-        states of the patched couplet."""
+        """Positions to patch in every layer, and positions that keep the patched couplet's states, for each
+        of WAYS."""
         between = tuple(range(self.at + 1, len(self.ids) - 1))
         # In the last way the end of line 1 is patched while all positions between keep the prompt's states,
         # so that only the last token can read the change.
@@ -310,8 +310,8 @@ class CoupletEffects:
 
     @cached_property
     def ways(self) -> Floats:
-        """Change of the probability of a rhyme of the other couplet by patching each of WAYS in every layer,
-        pp [draw, way]."""
+        """Change of the other couplet's rhyme probability by patching each of WAYS in every layer, pp [draw,
+        way]."""
         return self._change("way_probability", OTHER)
 
     @cached_property

@@ -285,8 +285,8 @@ class CoupletPlanning(ModelWorkflow):
 
     @cached_property
     def total(self) -> float:
-        """Change of the probability of a rhyme of the other couplet if all states are those of that couplet,
-        mean over pairs, pp."""
+        """Change of the other couplet's rhyme probability when all states come from the other couplet, mean
+        over pairs, pp."""
         return float(self.values("scored", lambda result: result.total).mean())
 
     @property

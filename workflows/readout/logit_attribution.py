@@ -369,7 +369,7 @@ class LogitAttribution(ModelWorkflow):
             )
 
     def _parts(self, part: xr.Dataset) -> tuple[View, ...]:
-        """Panels of a figure: contributions of layers and, where heads have any of their own, of heads."""
+        """Figure panels: contributions of layers, and of heads if computed."""
         return (_bars(part), *([_heads(part, "By head")] if "heads" in self.nodes else []))
 
     def _prompts_table(self, documents: list[dict[str, Any]]) -> Table:

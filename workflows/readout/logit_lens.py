@@ -93,8 +93,8 @@ class LogitLens(ModelWorkflow):
 
     @property
     def _affordable_facts(self) -> int:
-        """Default number of facts: 0, which stands for all, for a model that ships with mizarr; for any other
-        as many as can be decoded after every layer in about a minute."""
+        """Default number of facts: 0 (all facts) for a model shipped with mizarr; for other models as many
+        facts as the lens decodes after every layer in about a minute."""
         if self.subject.files.name in SHIPPED:
             return 0
         states = float(TOKENS * self.subject.config.num_layers)
@@ -130,8 +130,8 @@ class LogitLens(ModelWorkflow):
         return part.rename(token="position").assign_coords(position=np.arange(len(rows)))
 
     def answers(self) -> xr.Dataset:
-        """Result of the lens at the last token, or at the mask, of every prompt with an answer, with an axis
-        `prompt` in place of `token`."""
+        """Lens result at the last token or mask of every prompt with an answer, with axis `prompt` instead of
+        `token`."""
         prompts = self.lens["prompt"].values
         # Prompts are packed end to end; a new one begins where the index changes.
         starts = np.flatnonzero(np.diff(prompts, prepend=-1))

@@ -38,7 +38,7 @@ class Asked:
     """A setting of a workflow, as text for its page."""
 
     name: str
-    """Name of the setting, as `--set` takes it."""
+    """Name of the setting, as an argument of `--set`."""
     value: str
     """Its value as JSON."""
     help: str
@@ -95,7 +95,7 @@ class Made:
     inputs: tuple[tuple[str, str], ...]
     """(name of the input, `name` of the node that provides it) of each input."""
     params: str
-    """Parameters of the stage as JSON; "" for none."""
+    """Stage parameters as JSON; "" for a stage without parameters."""
     facts: tuple[tuple[str, str], ...]
     """(name, value) pairs about the computation, as `facts` yields them."""
 

@@ -47,7 +47,7 @@ class Reported(Protocol):
 
     @property
     def summary(self) -> str:
-        """The main numbers in one sentence, as far as claims do not say them; may be empty."""
+        """Sentence with the main numbers that claims do not state; may be empty."""
         ...
 
     @property

@@ -113,8 +113,7 @@ class PushedStatesSettings(ControlSettings, FactSettings):
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, the direction in which its states are pushed, and the experiment that pushes them after every
-    layer."""
+    """Prompt, direction of the push, and experiment that pushes the prompt's states after every layer."""
 
     group: str
     """Name of the group of experiments in the batch file; "" without a batch file."""
@@ -306,7 +305,7 @@ class PushedStatesCases(ModelWorkflow):
 
     @cached_property
     def fates(self) -> list[PushFates]:
-        """Outcomes of the pushes of each case, with those of its control pushes."""
+        """Outcomes of each case's pushes and control pushes."""
         fates = []
         for i, case in enumerate(self.cases):
             similarity = self.push_effects(i)["similarity"]
@@ -404,7 +403,7 @@ class PushedStatesCases(ModelWorkflow):
         return (claim for fates in self.fates if (claim := fates.claim) is not None)
 
     def claims_caption(self) -> str:
-        """Caption of the claims: what a push is, and the cases without a verdict."""
+        """Caption of the claims: definition of a push, and the cases without a verdict."""
         unclaimed = (
             f" No verdict on {fates.text}: {' or '.join(fates.words)}."
             for fates in self.fates

@@ -36,7 +36,7 @@ class Attention(View):
     overview_name: str
     """Name of the quantity in `overview`."""
     overview_unit: str = ""
-    """Unit of the quantity in `overview`; "" for none."""
+    """Unit of the quantity in `overview`; "" without a unit."""
     layer: int = 0
     """Number of the layer that a page shows first."""
     head: int | None = None

@@ -44,7 +44,7 @@ class Line:
     dots: Array | None = field(default=None, metadata={"page": False})
     """Individual values that the curve summarises, float [x, sample]; drawn in figures only."""
     family: str = ""
-    """Name of the group that the curve belongs to, "" for none; a group has tints of one colour."""
+    """Name of the curve's group, drawn in tints of one colour; "" for a curve without a group."""
 
 
 @dataclass(frozen=True, kw_only=True)

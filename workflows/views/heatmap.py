@@ -42,7 +42,7 @@ class Heatmap(View):
     value_name: str
     """Name of the quantity in the cells; label of the colour bar."""
     unit: str = ""
-    """Unit of the quantity; "" for none."""
+    """Unit of the quantity; "" without a unit."""
     low: float | None = None
     """Value at the lower end of the colour scale; None for the smallest value of the matrix."""
     high: float | None = None

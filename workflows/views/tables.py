@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 __all__ = ["Column", "Styled", "Table", "bold", "dash", "dim", "points"]
 
 PROSE = 24
-"""A page wraps a text column if one of its cells has more characters than this."""
+"""Number of characters in a table cell above which a page wraps the text column."""
 
 
 @dataclass(frozen=True)
 class Styled:
-    """A piece of text in one style; a table cell consists of one or more of them."""
+    """Piece of text in a single style; a table cell consists of one or more such pieces."""
 
     text: str
     """The text."""

@@ -32,7 +32,7 @@ class Text:
     values: Array
     """Number that shades each token, float [token]; NaN for a token without shade."""
     label: str = ""
-    """Heading above the tokens, such as the number of the prompt; "" for none."""
+    """Heading above the tokens, such as the prompt number; "" without a heading."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Tokens(View):
     value_name: str
     """Name of the quantity that shades the tokens."""
     unit: str = ""
-    """Unit of that quantity; "" for none."""
+    """Unit of the shading quantity; "" without a unit."""
     low: float | None = None
     """Value at the lower end of the colour scale; None for the smallest value of all texts."""
     high: float | None = None

@@ -184,7 +184,7 @@ class Choice(View):
 
     kind: ClassVar[str] = "choice"
     name: str
-    """What the views differ in, such as "prompt"; the label of the selector."""
+    """Label of the selector: the property that distinguishes the views, such as "prompt"."""
     options: tuple[tuple[str, View], ...]
     """(label, view) of each view to select from."""
     start: int = 0
@@ -222,7 +222,7 @@ class Choice(View):
         return titled.panel()
 
     def within(self, room: int) -> View:
-        """A choice with as many of the first options as fit into `room` bytes; the caption says how many."""
+        """Choice limited to the first options that fit into `room` bytes; the caption states their number."""
         sizes = [size(view) for _, view in self.options]
         if sum(sizes) <= room:
             return self

@@ -139,7 +139,7 @@ class Composition(ModelWorkflow):
             )
 
     def claims_caption(self) -> str:
-        """Caption of the claims: what composition scores are, and what they do not show."""
+        """Caption of the claims: definition and limits of composition scores."""
         return (
             "Composition score: how much of the earlier head's output subspace the later head reads. Scores "
             "are computed from the weights alone; they do not show that the heads interact on any text."

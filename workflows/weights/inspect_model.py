@@ -37,7 +37,7 @@ class TensorFacts:
     dtype: str
     """Dtype as safetensors spells it, such as "BF16"."""
     norm: float | None = None
-    """Frobenius norm; None if values were not read or are not all finite."""
+    """Frobenius norm; None for unread values, or if a value is infinite or NaN."""
     mean: float | None = None
     """Mean over all entries; None like `norm`, and for a tensor without entries."""
     std: float | None = None

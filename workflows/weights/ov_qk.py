@@ -156,7 +156,7 @@ class OvQk(ModelWorkflow):
         yield claim(np.nanmin, np.nanargmin, "lowers", "smallest", "below")
 
     def claims_caption(self) -> str:
-        """Caption of the claims: what copying scores are, and what they do not show."""
+        """Caption of the claims: definition and limits of copying scores."""
         return (
             "Copying score of a head: sum of the eigenvalues of its full OV circuit (embedding to "
             "unembedding) divided by the sum of their absolute values. 1: attended tokens raise their own "

@@ -206,7 +206,7 @@ def gaussian_accuracy(weights: xr.Dataset, *, task: str, sequence: int) -> xr.Da
 
 
 def _through_task(task: Task, sequence: int, hidden: int) -> list[ConePiece]:
-    """Cones on each of which the correct answer of the task is the same; together they cover all inputs.
+    """Cones, each with a constant correct answer of the task, which together cover all inputs.
 
     They are the orthants, cut where the order of the numbers changes, or, for the task argoutlier, where the
     order of their distances from the mean changes.

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 __all__ = ["NEEDED", "key_effects", "query_effects", "recomputed_attention"]
 
 NEEDED: Mapping[str, str] = {"q": "pattern", "k": "attn_scores"}
-"""By hook kind that is patched, the hook kind whose values are recomputed under the patch."""
+"""Patched hook kind -> hook kind whose values are recomputed under the patch."""
 
 
 def recomputed_attention(
     model: Model, prompt: Sequence[int], clean: Mapping[HookPoint, Tensor]
 ) -> dict[HookPoint, Floats]:
-    """Attention of the corrupted prompt when all queries, or all keys, of a layer are the clean ones.
+    """Attention of the corrupted prompt with all queries, or all keys, of one layer set to clean values.
 
     Arguments:
         model: The model.

@@ -163,7 +163,7 @@ class Ablation(Grid):
         place: GridPlace,
         sample: int,
     ) -> HookSpec:
-        """Add to `spec` the intervention that ablates a place in some layers, with the values of a sample."""
+        """Extend `spec` by interventions that ablate one place in several layers with a sample's values."""
         for layer in layers:
             point = HookPoint(kind, layer)
             if self.how == "zero":

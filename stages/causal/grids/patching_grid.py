@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["HEAD_KINDS", "HIDDEN_KINDS", "KINDS", "STATE_KINDS", "Grid", "GridPlace", "layer_window"]
 
 HIDDEN_KINDS = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out")
-"""Hook kinds of the residual stream and what is added to it, without a head axis."""
+"""Hook kinds of the residual stream and of its summands, without a head axis."""
 HEAD_KINDS = ("z", "q", "k", "v", "pattern")
 """Hook kinds of attention, with a head axis."""
 STATE_KINDS = (
@@ -76,7 +76,7 @@ class GridPlace:
     position: int | None = None
     """Position (of an attention pattern, the query position); None for all."""
     head: int | None = None
-    """Index of the head, or of the expert for expert kinds; None for all."""
+    """Head index, or expert index for expert kinds; None for all."""
     key: int | None = None
     """Key position of an attention edge; None for all."""
 
@@ -93,11 +93,11 @@ class Grid(Experiment):
     """What a run changes: "layer" (the whole activation), "position", "head" (all positions),
     "head_position", or "edge" (attention pattern by head, query and key)."""
     layers: tuple[int, ...] | None = None
-    """Layers of the grid; None for all."""
+    """Grid layers; None for every layer."""
     positions: tuple[int, ...] | None = None
-    """Positions of the grid; None for all."""
+    """Grid positions; None for every position."""
     heads: tuple[int, ...] | None = None
-    """Heads of the grid; None for all."""
+    """Grid heads; None for every head."""
     window: int = 1
     """Number of neighbouring layers that are changed together, centred on the layer of the cell."""
     at: int = -1
@@ -386,7 +386,7 @@ def num_heads(config: Architecture, kind: str) -> int:
 
 
 def head_axis(dims: Sequence[str]) -> str | None:
-    """Name of the axis that counts heads or experts; None if there is none."""
+    """Name of the head or expert axis; None without such an axis."""
     # d_head ends with "head" too, but is the width of a head.
     return next((axis for axis in dims if axis.endswith(("head", "expert")) and axis != "d_head"), None)
 

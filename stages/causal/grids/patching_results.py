@@ -50,7 +50,7 @@ class PreparedGrid:
     activations: Any
     """Activations that patches use; each subclass of `Grid` defines the keys, usually hook points."""
     tokens: Mapping[str, list[str]]
-    """Texts of the tokens, by the name of the coordinate that they become."""
+    """Name of a token coordinate -> texts of its tokens."""
 
 
 class Blank(dict[Any, Any]):

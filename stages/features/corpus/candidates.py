@@ -14,7 +14,7 @@ __all__ = ["Candidates"]
 
 
 class Candidates:
-    """Buffer of candidates for top-k tables, which is ranked only when it holds as many as a table.
+    """Buffer of candidates for top-k tables, ranked only once its size reaches a table's size.
 
     Ranking after every block would rank the entries of the tables again and again.
 

@@ -40,7 +40,7 @@ __all__ = ["contexts", "top_examples", "window_tokens"]
 def top_examples(
     encoded: xr.Dataset, *, k: int = 20, features: tuple[int, ...] | None = None, one_per_prompt: bool = True
 ) -> xr.Dataset:
-    """The k tokens of a corpus at which each feature of a layer is most active.
+    """The k corpus tokens with the highest activation of each feature of a layer.
 
     Arguments:
         encoded: Active features of the layer, from `encode_features`.

@@ -167,7 +167,7 @@ def active_table(encoded: Mapping[int, xr.Dataset]) -> xr.Dataset:
 
 
 def _table(layer: int, encoded: xr.Dataset) -> xr.Dataset:
-    """Active features of one layer as a table with one row each; lazy if there are more than BLOCK."""
+    """Table with one row per active feature of a layer; lazy above BLOCK rows."""
     import dask.array as da
     import xarray as xr
 

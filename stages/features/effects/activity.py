@@ -128,7 +128,7 @@ class FeatureActivity(PromptFeatures):
 
 @dataclass(frozen=True)
 class FeatureTrace(PromptFeatures):
-    """Activations of a few features at every position of a prompt; only their layers are read from disk."""
+    """Activations of a few features at every prompt position; reads only their layers from disk."""
 
     name: ClassVar[str] = "feature_trace"
     version: ClassVar[int] = 1

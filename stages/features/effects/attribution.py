@@ -112,7 +112,7 @@ class PromptPairExperiment(DictionaryExperiment):
     corrupted: tuple[int, ...]
     """Token ids of the corrupted prompt, of equal length."""
     metric: Metric
-    """Metric of the logits with a gradient, or `Recovery` of such a metric."""
+    """Differentiable metric of the logits, or `Recovery` of such a metric."""
     dictionary: str
     """Argument of `Dictionary.from_pretrained`; excluded from the key of results."""
     features: str
@@ -132,7 +132,7 @@ class PromptPairExperiment(DictionaryExperiment):
         return {**super().params(), "metric": self.metric.canonical()}
 
     def value(self, logits: Floats, clean: Floats) -> float:
-        """The metric of one run, before it is rescaled by the clean and the corrupted run.
+        """Metric of one run, before rescaling by the clean and corrupted runs.
 
         Arguments:
             logits: Logits of the run, as `want` selects them.
@@ -288,7 +288,7 @@ class FeatureAttribution(PromptPairExperiment):
         return [self.run_with(prepared, position[number], vectors) for number, vectors in patches]
 
     def measure(self, prepared: PairAttribution, cell: CellLabels, result: HookCache) -> float:
-        """The metric of one run, before it is rescaled by the clean and the corrupted run."""
+        """Metric of one run, before rescaling by the clean and corrupted runs."""
         return self.value(as_vector(result.logits), prepared.clean)
 
     def dataset(self, prepared: PairAttribution, cell: CellLabels, measured: Sequence[float]) -> xr.Dataset:

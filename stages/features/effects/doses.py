@@ -84,7 +84,7 @@ def random_like(
 
 
 def in_place_of(doses: Sequence[Dose], n_features: int, *, seed: int) -> list[Dose]:
-    """A control for an intervention: the doses with every feature replaced by a random one of its layer.
+    """Control for an intervention: doses with every feature replaced by a random feature of its layer.
 
     The random features write vectors of the same norms. Features of `doses` are never drawn. Several doses of
     a feature get the same replacement.

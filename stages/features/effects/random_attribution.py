@@ -150,7 +150,7 @@ class RandomAttribution(PromptPairExperiment):
         ]
 
     def measure(self, prepared: CauseFeatures, cell: CellLabels, result: HookCache) -> float:
-        """The metric of one run, before it is rescaled by the clean and the corrupted run."""
+        """Metric of one run, before rescaling by the clean and corrupted runs."""
         return self.value(as_vector(result.logits), prepared.attributed.clean)
 
     def dataset(self, prepared: CauseFeatures, cell: CellLabels, measured: Sequence[float]) -> xr.Dataset:

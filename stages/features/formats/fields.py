@@ -250,7 +250,7 @@ def apply_fields(part: str, fields: Mapping[str, Any], place: object) -> None:
 
 
 def to_float(value: Any, field: str, place: object) -> float:
-    """The number in a field of a configuration, as a float.
+    """Number in a configuration field, as a float.
 
     Arguments:
         value: Value of the field.

@@ -54,7 +54,7 @@ class Reference:
             self.revision = parse_qs(parts.query).get("revision", [None])[0]
 
     def path(self, folder: Path) -> Path:
-        """Path of the file on this machine; ModelNotFound, with a command that fetches it, if it is missing.
+        """Local path of the file; a missing file raises ModelNotFound with a command that fetches it.
 
         Arguments:
             folder: Folder of the config.yaml.

@@ -104,7 +104,7 @@ recognises, read = FORMAT.recognises, FORMAT.read
 
 
 def _stated_hooks(config: dict[str, Any], config_path: Path) -> StatedHooks:
-    """Hook points that the configuration names; those it does not name are None."""
+    """Hook points at hook_point_in and hook_point_out of the configuration; None for an absent key."""
     names = [config.get(f"hook_point_{end}") for end in ("in", "out")]
     if not all(name is None or isinstance(name, str) for name in names):
         raise DictionaryError(

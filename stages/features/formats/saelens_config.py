@@ -73,7 +73,7 @@ class SaeLensConfig:
     hook_layer: int | None
     """Layer; None if not stated."""
     model_name: str | None
-    """Name of the model; None if not stated."""
+    """Model name; None if unstated."""
     processing: frozenset[str]
     """How the model's weights were processed before training: "fold_ln", "fold_value_biases", or both."""
 

@@ -57,9 +57,9 @@ class LayerHooks(NamedTuple):
     layer: int
     """Layer that the features read."""
     read: str
-    """Kind of the hook point that they read, such as "resid_mid"."""
+    """Kind of the input hook point, such as "resid_mid"."""
     write: str
-    """Kind of the hook point that they write to."""
+    """Kind of the output hook point."""
     modules: tuple[NamedHook, ...] = ()
     """Those of the two hook points that the files name by a module of transformers."""
 
@@ -83,7 +83,7 @@ class OneLayer:
     open: Callable[[], LayerFeatures]
     """Function that returns the features with memory-mapped weights."""
     model_name: str | None = None
-    """Name of the model in its configuration; None if not stated."""
+    """Model name in the configuration; None if unstated."""
     has_skip: bool = False
     """Whether there is a linear skip connection from input to output."""
     settings: Mapping[str, Any] = field(default_factory=dict)

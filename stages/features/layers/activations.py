@@ -75,7 +75,7 @@ class TopK:
     """The k largest pre-activations of each row, 0 elsewhere."""
 
     k: int
-    """Number of values that are kept."""
+    """Number of values kept per row."""
     rectified: bool = True
     """Whether negative values among the k become 0 (SAELens, sparsify); circuit-tracer keeps them."""
 
@@ -92,7 +92,7 @@ class AbsTopK:
     """The k pre-activations of largest magnitude in each row, with their signs, 0 elsewhere (SAELens)."""
 
     k: int
-    """Number of values that are kept."""
+    """Number of values kept per row."""
 
     per_row = True
 

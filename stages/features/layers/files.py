@@ -84,7 +84,8 @@ class DictionaryFiles:
 
     @cached_property
     def yaml(self) -> dict[str, Any]:
-        """Contents of config.yaml; empty if there is no such file. DictionaryError if it is not a mapping."""
+        """Contents of config.yaml; empty without this file. DictionaryError for contents other than a
+        mapping."""
         if CONFIG_YAML not in self.listing:
             return {}
         import yaml

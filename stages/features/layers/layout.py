@@ -63,14 +63,14 @@ class CrosscoderPlace:
     hook: str
     """Hook point, such as "blocks.3.hook_resid_post"."""
     scale: float
-    """Factor by which training multiplied the states, so that they have equal size at all places."""
+    """Factor of the states in training, for equal size at all places."""
 
     def __str__(self) -> str:
         return f"{self.model} {self.hook}"
 
 
 def models_of(places: Iterable[CrosscoderPlace]) -> tuple[int, ...]:
-    """Number of the model of each place, from 0 in the order of the places.
+    """Model number of each crosscoder place, from 0 in place order.
 
     Names of models cannot tell, since a model may be compared with itself: a hook point that occurs for the
     second time belongs to the second model.
@@ -127,7 +127,7 @@ class Opened(NamedTuple):
     """A dictionary as its format opens it: arguments of `Dictionary`."""
 
     files: DictionaryFiles
-    """The files that it was opened from."""
+    """Source files of the dictionary."""
     layout: DictionaryLayout
     """Kind, hook points, layers and sizes."""
     open_layer: Callable[[int], LayerFeatures]

@@ -85,7 +85,7 @@ class NamedHook(NamedTuple):
     """The hook point that a name refers to."""
 
     kind: str
-    """Kind of the hook point, such as "resid_mid"."""
+    """Hook point kind, such as "resid_mid"."""
     layer: int | None = None
     """Layer of the hook point; None if the name states none ("mlp.hook_in") or it is outside the blocks."""
     module: str = ""

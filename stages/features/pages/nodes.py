@@ -49,7 +49,7 @@ class PageLayout:
     related: int = 8
     """Number of features with similar decoders, of correlated ones, and of ones active at the same tokens."""
     logits: int = 10
-    """Number of tokens whose logits are raised most, and of those lowered most."""
+    """Number of tokens with the most raised logits, and number with the most lowered logits."""
     bins: int = 50
     """Number of bins of histograms."""
     sample: int = 1 << 15

@@ -121,7 +121,7 @@ class _Pairs:
     feature: Ints
     """Index of the requested feature in the layer."""
     column: Ints
-    """Index of the other feature in the layer."""
+    """Index of the partner feature in the layer."""
     count: Ints
     """Number of sampled tokens at which both features are active."""
     dot: Floats

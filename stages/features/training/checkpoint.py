@@ -42,7 +42,7 @@ def save(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def load(folder: Path) -> dict[str, Any] | None:
-    """Read the checkpoint in a folder; None if there is none.
+    """Read the checkpoint of a folder; None without checkpoint.
 
     Raises:
         ConfigError: The file is damaged.
@@ -101,7 +101,7 @@ class Log:
         temporary.replace(self.path)
 
     def write(self, **values: Any) -> None:
-        """Append one line with these names and values, of which `step` is one."""
+        """Append a line of names and values, which include `step`."""
         with self.path.open("a", encoding="utf-8") as file:
             file.write(_json_line(values))
 

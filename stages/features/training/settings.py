@@ -20,7 +20,7 @@ from ..layers.names import hook_kind
 __all__ = ["TrainingSettings"]
 
 KINDS = ("sae", "plt", "clt", "crosscoder")
-"""Kinds of dictionaries that can be trained."""
+"""Dictionary kinds that training supports."""
 ACTIVATIONS = ("topk", "batchtopk", "jumprelu", "relu")
 """Activation functions with which dictionaries can be trained."""
 PENALTIES = {"relu": ("l1", "tanh"), "jumprelu": ("step", "tanh"), "topk": (), "batchtopk": ()}

@@ -46,8 +46,8 @@ predict the token at position i + 1 (Ye et al., Dream 7B, 2025)."""
 UNLIMITED = 2**31 - 1
 """Context length, in tokens, of models without a limit."""
 Reach = Literal["here", "later", "all"]
-"""Positions that a change at a hook point can affect before the end of its layer: only its own position
-("here"), also later ones, or all."""
+"""Positions that a change at a hook point can affect before the layer ends: the changed position ("here"),
+also later positions, or all."""
 
 
 LENT = ("frequencies", "relative", "relative_norm", "relative_norm.bias")
@@ -67,8 +67,8 @@ class Stored:
     shape: tuple[int, ...]
     """Shape of the tensor in the checkpoint."""
     rows: tuple[tuple[str, int], ...] = ()
-    """(name of the weight, number of rows) of the weights that are concatenated in the tensor; () if it holds
-    one weight."""
+    """(weight name, number of rows) of each weight concatenated in the tensor; () for a tensor of a single
+    weight."""
     is_transposed: bool = False
     """Whether the tensor is the transpose of the weight."""
     factors: tuple[tuple[int, float], ...] = ()
@@ -106,7 +106,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Tensors:
-    """Map from the weights of a model to the tensors of a checkpoint."""
+    """Map from model weights to checkpoint tensors."""
 
     outside: Mapping[str, Stored]
     """Name of a weight outside of the layers -> its tensor: "embed", "final_norm", "final_norm.bias", "head"
@@ -221,14 +221,14 @@ class FinalNorm:
     """Norm before the language head, of the kind `Architecture.norm_type`."""
 
     has_bias: bool = True
-    """Whether it has a bias, if it is a layer norm."""
+    """Whether a layer norm has a bias."""
     eps: float | None = None
-    """Its epsilon; None for that of all other norms (`Architecture.norm_eps`)."""
+    """Epsilon; None for the epsilon of all other norms (`Architecture.norm_eps`)."""
 
 
 @dataclass(frozen=True)
 class WeightCounts:
-    """How many weights a model has, in total and by part, to estimate memory and time."""
+    """Numbers of weights in a model, total and by part, for estimates of memory and time."""
 
     total: int
     """Number of all weights."""
@@ -291,7 +291,7 @@ class Architecture(ABC):
     tie_word_embeddings: bool
     """Whether the language head uses the embedding matrix."""
     position_rows: int = 0
-    """Rows of the table of positions; 0 for a model without such a table."""
+    """Number of rows of the position table; 0 without a position table."""
     position_waves: Literal["fairseq", "transformer"] | None = None
     """Formula of a sinusoidal table of positions, which is computed instead of loaded; None for a learned
     table, or none. "transformer": exponents are 2i / d, as in the Transformer paper; "fairseq": the lowest
@@ -299,7 +299,7 @@ class Architecture(ABC):
     first_position: int = 0
     """Row of the table of positions for the first token of a prompt."""
     embedding_scale: float | None = None
-    """Factor of the embeddings as they enter the stream; None for no factor."""
+    """Factor of the embeddings at entry to the residual stream; None for unscaled embeddings."""
     transform: HeadTransform | None = None
     """Transform before the language head; None if the head reads the final norm."""
     dropped_token: int | None = None
@@ -374,7 +374,7 @@ class Architecture(ABC):
 
     @property
     def weight_counts(self) -> WeightCounts | None:
-        """Numbers of weights in total, in the layers and in the head; None if the tensors are not known."""
+        """Numbers of weights: total, in layers and in the head; None for unknown tensors."""
         tensors = self.tensors
         outside = {stored.name for stored in tensors.outside.values()}
         # Vectors (norms, biases) are left out below: only matrices multiply tokens.

@@ -294,7 +294,7 @@ class ComposedArchitecture(Architecture):
     has_wide_stream: bool = False
     """Whether the residual stream is float32, whatever the dtype of the weights."""
     position_rows: int = 0
-    """Rows of the table of positions; 0 for a model without such a table."""
+    """Number of rows of the position table; 0 without a position table."""
     first_position: int = 0
     """Row of the table of positions for the first token of a prompt."""
     tie_word_embeddings: bool = False
@@ -528,8 +528,8 @@ class ComposedArchitecture(Architecture):
 
     @property
     def weight_counts(self) -> WeightCounts:
-        """Numbers of weights in total, in the layers and in the head; those in the layers leave out the
-        experts that a token does not use."""
+        """Numbers of weights: total, in layers and in the head; layers count only experts that a token
+        uses."""
         counts = super().weight_counts
         assert counts is not None
         idle = sum(

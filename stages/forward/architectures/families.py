@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, ActivationName] = {
 }
 """Name of an activation in config.json -> its name here."""
 ROPE_SCHEMES: tuple[RopeScheme, ...] = ("default", "linear", "dynamic", "llama3", "longrope", "yarn")
-"""Values of rope_type that most families may have."""
+"""Values of rope_type that most families accept."""
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 """Entries that the list layer_types of a config.json may have, in models whose layers all have attention."""
 

@@ -47,7 +47,7 @@ class AttentionMixer:
     """In encoder-decoders: attention within the source, within the target, or from target to source; None
     for models of single sequences."""
     source: int | None = None
-    """Number of the earlier layer whose keys and values are reused; None if the layer has its own."""
+    """Number of the earlier layer with the keys and values to reuse; None for a layer that computes them."""
 
     @property
     def room(self) -> str:

@@ -120,7 +120,7 @@ class PairNames:
     layer: str
     """Prefix of the tensors of decoder layers; "{}" stands for the layer's number within the decoder."""
     ln2: str
-    """Name of the norm before, or after, the MLP of a decoder layer."""
+    """Name of a decoder layer's MLP norm, before or after the MLP."""
     mlp: str
     """Prefix of the MLP's tensors in a decoder layer."""
     cross: str

@@ -188,7 +188,7 @@ class TemperatureTuning:
     scale: float
     """Factor of the logarithm."""
     floor: int
-    """Number of positions over which the factor of the queries is constant before it grows by a step."""
+    """Number of consecutive positions with equal query factor, before the factor grows by a step."""
     offset: int = 0
     """Number added to positions that count from 0: 1 where transformers counts positions from 1."""
 
@@ -257,7 +257,7 @@ class AttentionSpec(MixerSpec):
     has_value_scores: bool = False
     """Whether scores have a term computed from the value at the key's position (Doge's dynamic mask)."""
     source: int | None = None
-    """Number of the earlier layer whose keys and values this layer reads; None if it has its own."""
+    """Number of the earlier layer with the keys and values to read; None for a layer that computes them."""
     part: Literal["source", "target", "cross"] | None = None
     """In encoder-decoders: attention within the source, within the target, or from target to source; None
     for models of single sequences."""
@@ -689,7 +689,7 @@ class MlpSpec(ChannelMixerSpec):
     factors: tuple[float, float] = (1.0, 1.0)
     """Factors of the gate and of the MLP output."""
     inner_norm_eps: float | None = None
-    """Epsilon of an RMS norm before the down projection; None for no norm."""
+    """RMS norm epsilon at the input of the down projection; None without norm."""
     groups: tuple[int, ...] | None = None
     """Numbers of groups of the width-1 convolutions that replace up and down projection, in this order
     (SqueezeBERT); None for linear projections."""
@@ -763,7 +763,7 @@ class ExpertsSpec(ChannelMixerSpec):
     has_bias: bool = False
     """Whether the shared expert and the projections around a latent have biases."""
     factor: float = 1.0
-    """Factor of the experts' output; their down projections are multiplied by it when they are loaded."""
+    """Factor of the experts' output; loading multiplies it into their down projections."""
     has_routed_bias: bool = False
     """Whether the router and the routed experts have biases."""
     limits: tuple[float, float] | None = None

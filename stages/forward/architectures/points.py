@@ -862,8 +862,7 @@ class HookPoint:
 
 
 def as_point(point: HookPoint | str) -> HookPoint:
-    """The hook point that a name such as "blocks.5.hook_resid_post" stands for; a HookPoint is returned as it
-    is.
+    """Hook point with a name such as "blocks.5.hook_resid_post"; a HookPoint is returned unchanged.
 
     Raises:
         HookPointNotFound: The string names no hook point, or the argument is something else.

@@ -137,7 +137,7 @@ class ConfigReader:
         return reader
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
-        """The integer at a key of the config.
+        """Integer value of a config key.
 
         Arguments:
             key: The config key.
@@ -214,7 +214,8 @@ class ConfigReader:
         return value
 
     def text(self, key: str, default: str | None = None) -> str:
-        """The string at a key; the default for an absent key or a null, ConfigError if there is none."""
+        """String value of a config key; the default for an absent key or null, ConfigError without
+        default."""
         value = self._get(key, default)
         if not isinstance(value, str):
             raise ConfigError(

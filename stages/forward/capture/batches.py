@@ -52,7 +52,7 @@ class PieceBatch:
     """Prompts of a segment that run in one forward pass."""
 
     pieces: tuple[Piece, ...]
-    """The part of each prompt that lies in the segment, one per row."""
+    """Piece of each prompt inside the segment, one row each."""
     length: int
     """Positions of each row, padding on the right included."""
     copies: int = 1

@@ -242,7 +242,7 @@ def filled_arrays(
 
 
 def stored_bytes(entry: Entry, arrays: Mapping[VariableLayer, Any]) -> int:
-    """Bytes on disk that the given rows take.
+    """Number of bytes of the given rows on disk.
 
     Arguments:
         entry: the stored run.
@@ -306,7 +306,7 @@ def _run_batches(
 
 
 def pieces_in(model: Model, entry: Entry, n: int, spec: BoundSpec) -> list[Piece]:
-    """The part of each prompt that lies in segment `n`, with the number of positions to compute for it.
+    """Piece of each prompt inside segment `n`, with the number of positions to compute.
 
     Arguments:
         model: model of the run.
@@ -567,7 +567,7 @@ def _write_pairs(
 
 
 def _pairs_before(tokens: PackedTokens, segment_start: int, piece: Piece, axis: str) -> int:
-    """Number of (query, key) pairs of the segment that are stored before those of one of its prompts."""
+    """Number of (query, key) pairs stored in the segment before the first pair of the piece's prompt."""
     sizes = tokens.row_size.astype(np.int64)
     first_prompt = int(tokens.prompt_of(np.array([segment_start]))[0])
     skipped = segment_start - int(tokens.row_start[first_prompt])

@@ -223,7 +223,7 @@ class LayerJob:
     """Which captures of one segment and one group of layers the writer thread is to write."""
 
     segment_pass: SegmentPass
-    """The segment, and how far it has run."""
+    """Segment, and its progress through the layers."""
     cells: tuple[VariableLayer, ...]
     """(variable, layer) of each array to write."""
     input_spool: SpoolFile | None

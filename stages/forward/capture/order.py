@@ -1,4 +1,4 @@
-"""Order of a harvest (batch by batch, or layer by layer), and how much of the model it holds in memory.
+"""Harvest order (batch by batch, or layer by layer), and the amount of model weights in memory.
 
 Torch is imported only when a model is loaded.
 """
@@ -89,7 +89,7 @@ def load_for(
     working: WorkingMemory,
     say: Callable[[str], None],
 ) -> Model:
-    """Load a model with as many of its weights in memory as fit.
+    """Load a model with as many weights as fit in memory.
 
     Arguments:
         source: the model.

@@ -126,7 +126,7 @@ class SpoolFile:
             return path.open("wb")
 
     def batches(self) -> Iterator[dict[str, Tensor]]:
-        """Read the batches in the order in which they were written, each as name -> tensor on the CPU.
+        """Yield the batches in write order, each as name -> CPU tensor.
 
         Raises:
             CorruptEntry: for damaged bytes.

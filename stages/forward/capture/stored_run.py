@@ -37,7 +37,7 @@ class StoredRun:
         return self.record(cell) is not None
 
     def record(self, cell: VariableLayer) -> Record | None:
-        """Record of the stored array from which a (variable, layer) is read; None if it is not complete."""
+        """Record of the stored array that contains a (variable, layer); None for an incomplete array."""
         return self.entry.record(*self._source_cell(cell))
 
     def content(self, cell: VariableLayer) -> str:

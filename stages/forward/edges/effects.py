@@ -155,7 +155,7 @@ class _Downstream:
         return self._length - 1 if layer == self.layout.num_layers - 1 else first_position
 
     def most_rows(self, first_position: int) -> int:
-        """Most rows to compute at a time, if they differ from the clean run from a position on."""
+        """Most rows per computation, for rows that equal the clean run before `first_position`."""
         return most_rows(self.network, self._length - first_position, self._want, self._memory)
 
     def after_heads(self, layer: int, added: Tensor) -> Tensor:

@@ -92,11 +92,25 @@ class PartTaps:
         return False
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
-        """Always None: no attention edge is cut."""
+        """Mask of cut attention edges: always None, as no edge is cut.
+
+        Arguments:
+            layer: layer of the attention.
+            heads: number of query heads.
+            queries: number of queries.
+            keys: number of keys.
+            device: device of the mask.
+        """
         return None
 
     def of_states(self, layer: int, kind: str, length: int) -> StateTaps | None:
-        """Always None: these layers have no recurrent states."""
+        """Callbacks for recurrent states: always None, as these layers have none.
+
+        Arguments:
+            layer: layer of the recurrence.
+            kind: hook point kind of its state sequence.
+            length: positions of the prompt.
+        """
         return None
 
 

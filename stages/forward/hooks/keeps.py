@@ -43,7 +43,7 @@ class Keep:
 
     @property
     def stored(self) -> tuple[Keep, ...]:
-        """One `Keep` per stored array: this one, and one for each further array of its reduction.
+        """`Keep` of every stored array: this one, and another per further array of its reduction.
 
         A top-k, for example, stores logits and token ids.
         """

@@ -155,7 +155,7 @@ class Objective:
                     )
 
     def metric_of(self, prompt: int) -> Differentiable:
-        """The metric of the prompt with this index."""
+        """Metric of a prompt by its index."""
         return self.metrics[prompt if len(self.metrics) > 1 else 0]
 
     def baseline_of(self, prompt: int) -> tuple[int, ...] | None:

@@ -52,7 +52,7 @@ class Capture:
     point: HookPoint
     """Hook point."""
     when: When = "after"
-    """Whether the value is captured "after" or "before" the interventions at the point."""
+    """Capture time: "after" or "before" the interventions at the hook point."""
     is_gradient: bool = False
     """Whether the gradient is captured instead of the activation."""
 

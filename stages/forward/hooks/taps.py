@@ -216,7 +216,15 @@ class RunTaps:
         return self.changes(layer, "pattern") or any(not change.cuts_edges for change in scores)
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
-        """Bool [head, query, key], True at attention edges that are cut; None if none are."""
+        """Bool [head, query, key], True at cut attention edges; None without cut edges.
+
+        Arguments:
+            layer: layer of the attention.
+            heads: number of query heads.
+            queries: number of queries.
+            keys: number of keys.
+            device: device of the result.
+        """
         scores = (*self._changes.get(("scores", layer), ()), *self._changes.get(("attn_scores", layer), ()))
         # Masks and edges from the end refer to the whole prompt, of which a subset computes some queries.
         length = queries if self._subset is None else self._subset.length
@@ -234,7 +242,13 @@ class RunTaps:
                 raise EarlyStop
 
     def of_states(self, layer: int, kind: str, length: int) -> StateTaps | None:
-        """Callbacks for a layer's recurrent states; None where states are neither captured nor changed."""
+        """Callbacks for a layer's recurrent states; None where states are neither captured nor changed.
+
+        Arguments:
+            layer: layer of the recurrence.
+            kind: hook point kind of its state sequence.
+            length: positions of the prompt.
+        """
         return RunStateTaps(self, kind, layer, length) if self.touches(layer, kind) else None
 
 

@@ -225,7 +225,7 @@ def examine(
 
 
 def required_scalars(raw: Mapping[str, Any], source: str) -> list[str]:
-    """Issues for sizes that config.json must give as integers and does not, one line each.
+    """Issues, one line each, for required sizes that config.json lacks as integers.
 
     Arguments:
         raw: contents of config.json.
@@ -426,7 +426,7 @@ def _inferred_kv_heads(raw: Mapping[str, Any], layer_0_shapes: TensorShapes) -> 
 
 
 def _similar_names(name: str, shapes: TensorShapes) -> str:
-    """Names of up to four tensors of a checkpoint that may be what a missing tensor is called there."""
+    """Up to four checkpoint tensor names that resemble a missing tensor's name."""
     words_by_part = {
         "embed": ("embed", "wte"),
         "norm": ("norm", "ln_"),

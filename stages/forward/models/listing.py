@@ -37,7 +37,8 @@ class ListedModel:
     directory: str
     """Folder of the files."""
     obstacle: str = ""
-    """Why the model cannot run, in one line; "" if it can, or if its unknown family is yet to be checked."""
+    """Why the model cannot run, in one line; "" for a runnable model, or for an unknown family yet to be
+    checked."""
 
     @property
     def can_run(self) -> bool:

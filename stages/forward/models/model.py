@@ -207,7 +207,8 @@ class Model:
 
     @property
     def identity(self) -> ModelIdentity | None:
-        """Identity of the weights in memory, part of the keys of stored results; None for weights made there.
+        """Identity of the weights in memory, part of stored results' keys; None for weights created in
+        memory.
 
         If the weights are as loaded, it is the identity of the files; otherwise a digest of the tensors,
         computed at every call. Reads every weight (8 ms per 100 MB).
@@ -631,7 +632,7 @@ class Model:
         )
 
     def _baselines(self, rows: Sequence[tuple[int, ...] | None], want: Logits) -> list[Tensor | None]:
-        """Logits [token] of each prompt in a run without interventions; None where a row is None.
+        """Logits [token] of each prompt in a run without interventions; None for a None row.
 
         Equal prompts run once.
         """

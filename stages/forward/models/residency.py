@@ -41,7 +41,7 @@ Unit = int | str
 """Weights that are loaded and evicted together: a layer by its number, `EMBEDDING` or `HEAD`."""
 EMBEDDING, HEAD = "embedding", "LM head"
 EVERYTHING = 1 << 62
-"""A value of `max_memory` that keeps all weights in memory: more bytes than any model has."""
+"""Value of `max_memory` beyond the bytes of any model: all weights stay in memory."""
 TOKENS = 4096
 """Memory beside the weights is reserved for the activations of a pass over so many tokens."""
 

@@ -1,1 +1,1 @@
-"""The torch side of an architecture: the loop over layers, and the computation of each kind of layer."""
+"""Torch side of an architecture: the loop over layers, and the computation of each layer kind."""

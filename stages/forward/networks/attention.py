@@ -45,7 +45,7 @@ _PADDED_QUERIES = 4
 """The queries of a non-causal call of the kernel are padded to a multiple of this number, the row block of a
 matrix product."""
 _FEW_QUERIES = 2
-"""Largest number of queries that are not padded: the kernel has a path for one or two queries, and four take
+"""Largest number of unpadded queries: the kernel has a path for one or two queries, and four queries take
 more than twice the time of one."""
 _NARROW = (torch.bfloat16, torch.float16)
 _BLOCK = 32

@@ -1,4 +1,4 @@
-"""The network of every composed architecture: layers that each have their own mixers.
+"""Network of composed architectures: layers that each have their own mixers.
 
     embed -> [resid_pre -> ln1 -> mixers -> attn_out -> resid_mid
                         -> ln2 -> channel mixer -> mlp_out -> resid_post] * L -> final_norm -> logits

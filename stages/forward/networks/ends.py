@@ -48,7 +48,7 @@ class Ends(Generic[Config, Layer]):
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights and of the computation."""
+        """Device of weights and computation."""
         return self.weights.device
 
     @property

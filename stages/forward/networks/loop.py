@@ -40,7 +40,7 @@ class Network(Protocol):
 
     @property
     def config(self) -> Architecture:
-        """The architecture that the network was built from."""
+        """Architecture of the network."""
         ...
 
     @property

@@ -275,5 +275,13 @@ class CrossTaps:
         return self._taps.changes(layer, "cross_scores", "cross_attn_scores", "cross_pattern")
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """None: edges can be cut in self-attention only."""
+        """Mask of cut attention edges: always None, as edges can be cut in self-attention only.
+
+        Arguments:
+            layer: layer of the attention.
+            heads: number of query heads.
+            queries: number of queries.
+            keys: number of keys.
+            device: device of the mask.
+        """
         return None

@@ -46,7 +46,7 @@ class Linear:
     weight: Tensor
     """Matrix [out, in]."""
     bias: Tensor | None = None
-    """Bias [out]; None for a map without bias."""
+    """Bias [out]; None for a linear map without bias."""
     low: tuple[Tensor, Tensor] | None = None
     """Low-rank adapter: matrices [rank, in] and [out, rank], whose product is added to a weight that several
     layers share (Zamba2); None for no adapter."""
@@ -128,7 +128,7 @@ class Weights(Generic[Layer]):
     head_bias: Tensor | None = None
     """Bias of the LM head, [vocab]; None for no bias."""
     embed_norm: NormWeights | None = None
-    """Norm of the embeddings; None for no norm."""
+    """Norm of the embeddings; None without embedding norm."""
     embed_in: Linear | None = None
     """Map from embeddings to the residual stream, in families where their widths differ; None in others."""
     token_type: Tensor | None = None
@@ -243,8 +243,7 @@ def as_computed(tensors: Take, dtype: torch.dtype, device: torch.device) -> Take
 
 
 def checked_checkpoint(files: Files, config: Architecture) -> Checkpoint:
-    """Open a checkpoint and check that its tensors are those of an architecture, without loading them as
-    weights.
+    """Open a checkpoint and check that its tensors match an architecture, without loading weights.
 
     Raises:
         WeightsError: a tensor is missing, misshapen or of a wrong dtype, no part of a layer reads it, or two

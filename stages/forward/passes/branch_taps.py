@@ -322,7 +322,16 @@ class GroupTaps:
         )
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
-        """Bool [row, head, query, key], True at attention edges that are cut; None if none are."""
+        """Bool [row, head, query, key], True at cut attention edges, with one row per branch of the group;
+        None without cut edges.
+
+        Arguments:
+            layer: unused, as these taps serve a single layer.
+            heads: number of query heads.
+            queries: number of queries of the mask, padding included.
+            keys: number of keys of the mask, padding included.
+            device: device of the result.
+        """
         cut_edges: Tensor | None = None
         for row, (number, n_queries, length) in enumerate(self._members()):
             masks = [

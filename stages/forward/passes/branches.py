@@ -294,7 +294,7 @@ def _in_execution_order(spec: BoundSpec) -> tuple[PlacedIntervention, ...]:
 
 
 def _collect_needs(branch: Branch, wanted: Sequence[Wanted]) -> None:
-    """Set what a branch must compute for its runs, and add it to the needs of its parent.
+    """Set captures, logits and depth of a branch for its runs, and extend its parent's logits and depth.
 
     Called for children before their parents.
     """

@@ -112,11 +112,25 @@ class GradientTaps:
         return self._run.changes_attention(layer) or self._wants(layer, "scores", "attn_scores", "pattern")
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
-        """Bool [head, query, key], True at attention edges that are cut; None if none are."""
+        """Bool [head, query, key], True at cut attention edges; None without cut edges.
+
+        Arguments:
+            layer: layer of the attention.
+            heads: number of query heads.
+            queries: number of queries.
+            keys: number of keys.
+            device: device of the result.
+        """
         return self._run.cut(layer, heads, queries, keys, device)
 
     def of_states(self, layer: int, kind: str, length: int) -> StateTaps | None:
-        """Callbacks for a layer's recurrent states; None where they are neither captured nor changed."""
+        """Callbacks for a layer's recurrent states; None where states are neither captured nor changed.
+
+        Arguments:
+            layer: layer of the recurrence.
+            kind: hook point kind of its state sequence.
+            length: positions of the prompt.
+        """
         plain = self._run.of_states(layer, kind, length)
         return _GradientStateTaps(self, plain, (kind, layer)) if self._wants(layer, kind) else plain
 

@@ -109,7 +109,7 @@ class Cache:
         return keys, values
 
     def newest(self, layer: int, count: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of all positions of a layer that has appended its new ones in this pass.
+        """Keys and values of every position of a layer, after it appended new positions in this pass.
 
         They are views that the next `append` may invalidate.
 

@@ -37,7 +37,7 @@ class Block:
     branches: tuple[Branch, ...]
     """The branches, parents before children."""
     ending: frozenset[Branch]
-    """Branches whose runs are finished by this sweep; the others are computed for their children only."""
+    """Branches whose runs this sweep finishes; other branches are computed only for their children."""
     widest: int
     """Largest number of tokens that are computed in any layer."""
 

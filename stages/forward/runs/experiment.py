@@ -268,7 +268,8 @@ class ExperimentNode(ResultNode):
 
     @property
     def pinned(self) -> Sequence[Pinned]:
-        """Files that must not change meanwhile, without those of the model, which are checked on loading."""
+        """Files that must stay unchanged until computation, except model files, which are checked on
+        loading."""
         return self._pinned
 
     # -- identity

@@ -38,7 +38,7 @@ MASKS = ("[MASK]", "<mask>", "<|mask|>", "<|mdm_mask|>")
 
 @dataclass(frozen=True)
 class CharPosition:
-    """Which token covers a character of a text, or is nearest to it."""
+    """Token that covers a character of a text, or the nearest token."""
 
     char_pos: int
     """Index of the character in the text."""
@@ -106,7 +106,7 @@ class Encoding:
         return self.spans.char_to_token_fuzzy(char)
 
     def char_to_token_start(self, char: int) -> int | None:
-        """First token that starts at a character or later; None if none does."""
+        """First token with its start at the character or later; None without such a token."""
         return self.spans.char_to_token_start(char)
 
     def char_range_to_tokens(self, start: int, end: int) -> list[int]:

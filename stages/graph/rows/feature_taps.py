@@ -132,11 +132,25 @@ class FeatureTaps:
         return ("pattern", layer) in self._pinned
 
     def cut(self, layer: int, heads: int, queries: int, keys: int, device: Any) -> Tensor | None:
-        """Mask of cut attention edges: always None, as none is cut here (`AttentionTaps.cut`)."""
+        """Mask of cut attention edges: always None, as no edge is cut (`AttentionTaps.cut`).
+
+        Arguments:
+            layer: layer of the attention.
+            heads: number of query heads.
+            queries: number of queries.
+            keys: number of keys.
+            device: device of the mask.
+        """
         return None
 
     def of_states(self, layer: int, kind: str, length: int) -> None:
-        """Taps of a recurrent state: always None, as none is read or changed here (`PassTaps.of_states`)."""
+        """Callbacks for recurrent states: always None, as no state is read or changed (`PassTaps.of_states`).
+
+        Arguments:
+            layer: layer of the recurrence.
+            kind: hook point kind of its state sequence.
+            length: positions of the prompt.
+        """
 
     def _read(self, layer: int, x: Tensor) -> None:
         """Encode the input of a layer's features, and queue the changes that set features write."""

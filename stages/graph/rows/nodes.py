@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["ERROR", "FEATURE", "LOGIT", "TOKEN", "NodeCounts", "counts_of", "node_labels"]
 
 FEATURE, ERROR, TOKEN, LOGIT = "feature", "error", "token", "logit"
-"""Kinds of nodes, values of the label `kind`."""
+"""Node kinds, values of the label `kind`."""
 
 
 @dataclass(frozen=True)

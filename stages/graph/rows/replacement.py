@@ -187,7 +187,7 @@ class Replacement:
         return len(self._cache) == self.n_layers
 
     def maps(self, layer: int) -> LayerMaps:
-        """The maps of a layer, from the cache if it holds them."""
+        """Replacement maps of a layer, from the cache if present."""
         maps = self._cache.get(layer)
         if maps is None:
             maps = self._compute_maps(layer)

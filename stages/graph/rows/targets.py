@@ -223,7 +223,7 @@ def token_text(token: int, tokenizer: Tokenizer | None) -> str:
 
 
 def _one_token(text: str, tokenizer: Tokenizer | None) -> int:
-    """Id of the token that a text is; TokenizerError if it is not exactly one token."""
+    """Token id of a text; TokenizerError for a text that is not exactly one token."""
     if tokenizer is None:
         raise TokenizerError(f"expected token ids as targets of a model without a tokenizer, found {text!r}")
     ids = tokenizer.encode_raw(text).ids

@@ -148,17 +148,21 @@ def test_faithfulness_and_areas_on_paper():
         ({"pairs": ()}, StageError, "at least one pair of prompts"),
         ({"pairs": (replace(PAIRS[0], corrupted=(3, 4)),)}, PromptError, "pair 0: .* found 6 and 2 tokens"),
         ({"pairs": (replace(PAIRS[0], corrupted=(999,) * 6),)}, PromptError, "999"),
-        ({"pairs": (replace(PAIRS[0], metric=Recovery(KL())),)}, StageError, "found a recovery"),
+        (
+            {"pairs": (replace(PAIRS[0], metric=Recovery(KL())),)},
+            StageError,
+            "pair 0: expected a metric of a single run, found Recovery; give the metric inside",
+        ),
         ({"pairs": (replace(PAIRS[0], metric=LogitDifference(1, 999)),)}, PromptError, "found 999"),
         ({"pairs": (PAIRS[0], replace(PAIRS[1], metric=KL()))}, StageError, "metrics of one unit"),
         (
             {"pairs": (replace(PAIRS[0], metric=Rank(3)),)},
             StageError,
-            "a gradient, found 'rank'",
+            "a gradient for the method EAP-IG-inputs, found 'rank'; use LogitDifference or KL",
         ),
-        ({"alternative": "other"}, StageError, "an alternative among corrupted, zero, mean, resampled"),
+        ({"alternative": "other"}, StageError, "one of corrupted, zero, mean, resampled, found 'other'"),
         ({"pairs": PAIRS[:1], "alternative": "mean"}, StageError, "at least two pairs of each length"),
-        ({"method": "EAP-IG"}, StageError, "a method among EAP, EAP-IG-inputs"),
+        ({"method": "EAP-IG"}, StageError, "method to be one of EAP, EAP-IG-inputs, .* found 'EAP-IG'"),
         ({"steps": 0}, StageError, "steps to be at least 1"),
     ],
 )
@@ -170,7 +174,9 @@ def test_what_cannot_be_scored_is_refused_before_anything_runs(model, change, er
 
 def test_what_cannot_be_run_is_refused(model):
     other = Circuit.whole(Layout(3, (False,)))
-    with pytest.raises(ConfigError, match=r"circuits of 5 layers of 4 heads, .* found one of 1 of 3"):
+    with pytest.raises(
+        ConfigError, match=r"5 layers of 4 heads, found one of 1 layers of 3 heads; use the model"
+    ):
         CircuitValues(pairs=PAIRS, circuits=(other,)).cells(model.config)
     with pytest.raises(StageError, match="at least one circuit"):
         CircuitValues(pairs=PAIRS, circuits=()).cells(model.config)

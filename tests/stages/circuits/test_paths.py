@@ -213,12 +213,24 @@ def test_no_path_is_no_number_and_names_stay_with_theirs(model):
     ("given", "error", "message"),
     [
         ({"receivers": ()}, StageError, "expected at least one receiver"),
-        ({"receivers": ("a1.h9<q>",)}, ConfigError, "expected a receiver of this model, found 'a1.h9<q>'"),
+        (
+            {"receivers": ("a1.h9<q>",)},
+            ConfigError,
+            "of a receiver of this model, found 'a1.h9<q>'; did you mean 'a1.h",
+        ),
         ({"receivers": ("a1.h0",)}, ConfigError, "did you mean 'a1.h0<"),
         ({"receivers": ("logits+m1",)}, StageError, "expected the logits as a receiver of their own"),
         ({"receivers": ("m1", "m1")}, StageError, "found a repeated name"),
-        ({"receivers": ("m1+m1",)}, StageError, "expected receivers that differ"),
-        ({"receivers": ("m1",), "senders": ("a7.h0",)}, ConfigError, "expected a sender of this model"),
+        (
+            {"receivers": ("m1+m1",)},
+            StageError,
+            r"each joined receiver once, found a repeated name in 'm1\+m1'",
+        ),
+        (
+            {"receivers": ("m1",), "senders": ("a7.h0",)},
+            ConfigError,
+            "of a sender of this model, found 'a7.h0'; did you mean 'a",
+        ),
         ({"receivers": ("m1",), "senders": ("m1", "m2")}, StageError, "computed before a receiver"),
         ({"receivers": ("m1",), "mlps": "frozen"}, StageError, "'recomputed' or 'held', found 'frozen'"),
         ({"receivers": ("m1",), "position": 9}, PromptError, "expected a position from -9 to 8"),

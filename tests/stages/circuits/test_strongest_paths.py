@@ -165,7 +165,11 @@ def test_where_fewer_have_a_path_places_stay_empty(model):
         ({"back": -1}, StageError, "the field back to be at least 0, found -1"),
         ({"back": 21}, StageError, "the field back to be at most 20"),
         ({"back": 1, "receivers": ("a0.h1<q>",)}, StageError, "back to be at most 0, .* found 1"),
-        ({"receivers": ("a9.h0<q>",)}, ConfigError, "expected a receiver of this model"),
+        (
+            {"receivers": ("a9.h0<q>",)},
+            ConfigError,
+            "receiver of this model, found 'a9.h0<q>'; did you mean 'a",
+        ),
         ({"chosen_on": ()}, StageError, "expected at least one pair"),
         ({"chosen_on": CHOSEN_ON[:1] * 2}, StageError, "found one pair twice"),
     ],

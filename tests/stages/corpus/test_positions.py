@@ -136,8 +136,8 @@ def test_a_phrase_is_found_as_whole_words():
     [
         ("the cat the", "the", "occurs at characters 0, 8"),
         ("The Eiffel Tower", "Eifel", "did you mean 'Eiffel'"),
-        ("abc", "xyz", r"a phrase of the prompt 'abc', found 'xyz'$"),
-        ("abc", "", "an empty one"),
+        ("abc", "xyz", r"phrase 'xyz' does not occur as whole words in the prompt 'abc'$"),
+        ("abc", "", "the phrase to find in the prompt is empty; give a word of the prompt"),
     ],
 )
 def test_a_phrase_that_is_not_there_once_is_an_error(text: str, phrase: str, message: str):

@@ -166,7 +166,9 @@ def test_files_changed_under_the_name_are_noticed(models, folders, store, tmp_pa
     held["encoder.weight"][3] *= -1
     save_file(held, folder / "model.safetensors")
     os.utime(folder / "model.safetensors", ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(SourceChanged, match="expected the dictionary"):
+    with pytest.raises(
+        SourceChanged, match=r"model.safetensors of the dictionary .*cc changed .*; open it again"
+    ):
         run(node, store)
     assert not [record for record in store.records() if "crosscoder" in record.label]
     anew = encode_corpus(

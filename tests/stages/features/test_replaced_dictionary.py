@@ -88,7 +88,8 @@ def test_a_dictionary_opened_before_its_files_were_replaced_is_refused(model, fo
     kept = len(list(store.records()))
     replace_weights(folder)
     with pytest.raises(
-        SourceChanged, match=r"found another .*: it was replaced or edited meanwhile; open it"
+        SourceChanged,
+        match=r"W_enc_0.safetensors of .*clt changed .*; it was replaced or edited meanwhile; open it",
     ):
         encoded(clt, model, store)
     with pytest.raises(SourceChanged):

@@ -285,13 +285,17 @@ def test_the_lens_on_the_last_stream_gives_the_logits(family, tmp_path):
 def test_what_is_not_linear_there_is_refused_in_one_line(tmp_path):
     save_random_encoder(tmp_path, "bert", 1, tokenizer=False)
     model, files = Model.from_pretrained(tmp_path), resolve(tmp_path)
-    with pytest.raises(ConfigError, match=r"linear map of the normalised stream, found bert, which applies"):
+    with pytest.raises(
+        ConfigError, match="linear map of the normalised residual stream, found bert, which applies"
+    ):
         tokens_to_residual_directions(model, 5)
     readout = readout_from_files(files.weight_files, model.config)
-    with pytest.raises(ShapeError, match=r"found one with a dense map, an activation \(\w+\) and a norm"):
+    with pytest.raises(
+        ShapeError, match=r"a dense layer, an activation \(\w+\) and a norm; use the logit lens"
+    ):
         constant_share(readout, token=3)
-    with pytest.raises(ConfigError, match="positions see no later ones"):
-        require_attention(model.config, "a model")
+    with pytest.raises(ConfigError, match="need a causal model, found the bidirectional model bert"):
+        require_attention(model.config, "bert")
     with pytest.raises(ConfigError, match="with a norm before its language head, found bert, which has none"):
         model.network.norm_gain("ln_final", None, torch.float32)
 

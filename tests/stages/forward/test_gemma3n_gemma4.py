@@ -242,7 +242,9 @@ def test_what_takes_the_stream_for_a_sum_refuses_in_one_line(family, tmp_path):
     save_random_hybrid(tmp_path, family, 0)
     model = Model.from_pretrained(tmp_path)
     assert {layer.norms for layer in model.config.layers} == {"of stream"}
-    with pytest.raises(ConfigError, match="values that are a linear map of the stream"):
+    with pytest.raises(
+        ConfigError, match=f"values are a linear map of the normalised stream, found {family}, which"
+    ):
         model.network.value_matrix(0)
 
 

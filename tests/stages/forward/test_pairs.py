@@ -167,7 +167,7 @@ def test_targets_go_on_as_transformers_goes_on(kind: str, tmp_path: Path) -> Non
 def test_a_target_does_not_grow_beyond_its_positions(tmp_path: Path) -> None:
     random_pair("bart", 5, tmp_path)
     model = mizarr.Model.from_pretrained(tmp_path)
-    told = f"at most {LONGEST} tokens in the source .* found {LONGEST + 1}"
+    told = f"a source and a target of at most {LONGEST} tokens each, found one of {LONGEST + 1} tokens"
     with pytest.raises(PromptError, match=told):
         mizarr.generate(model, [[9, 8]], max_tokens=LONGEST + 6, eos=())
 

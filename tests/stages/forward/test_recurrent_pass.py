@@ -297,7 +297,7 @@ def test_with_keys_kept_a_position_is_fed_once_and_stays_fed(model):
 
 
 def test_layers_gone_through_again_keep_no_keys(model):
-    with pytest.raises(ConfigError, match="cache=None or False, found True: layers are repeated"):
+    with pytest.raises(ConfigError, match="cache=None or cache=False, found True: layers are repeated"):
         generate(model, [draw_ids(0)], max_tokens=2, recurrent=RecurrentPass(0, 1), cache=True)
 
 

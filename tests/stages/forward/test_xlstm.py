@@ -111,7 +111,10 @@ def test_fused_projections_are_the_same_model(bias, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_heads": 3}, r"expected num_heads to divide 16 channels of keys and 32 of values, found 3"),
+        (
+            {"num_heads": 3},
+            r"num_heads to divide the 16 channels of keys and the 32 channels of values, found 3",
+        ),
         ({"weight_mode": "double"}, r"expected weight_mode to be 'single' or 'fused', found 'double'"),
         ({"gate_soft_cap": "15"}, r"expected gate_soft_cap to be a finite number, found '15'"),
     ],

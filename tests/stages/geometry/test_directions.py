@@ -77,7 +77,7 @@ def test_swapping_the_sides_turns_the_direction_and_every_score_round(seed: int)
 
 
 def test_a_side_without_tokens_and_equal_means_have_no_direction():
-    with pytest.raises(StageError, match="none on the negative one"):
+    with pytest.raises(StageError, match="found none on the negative side; label some tokens with -1"):
         contrastive_direction(side_sums(HAND, sides(1, 1, 0, 0)))
     same = states([[[1, 2], [1, 2]]], layers=[4])
     with pytest.raises(StageError, match=r"difference of 0 at layers \[4\]"):

@@ -191,5 +191,7 @@ def test_layers_that_graphs_do_not_follow_are_told(family: str, told: str, tmp_p
     )
     save_random_hybrid(tmp_path / "model", family, 1)
     model = mizarr.Model.from_pretrained(tmp_path / "model")
-    with pytest.raises(ConfigError, match=rf"found .*{told}.* in .*attribution graphs"):
+    with pytest.raises(
+        ConfigError, match=rf"^attribution graphs need .*, found {told} in .*model; choose another model"
+    ):
         mizarr.attribution_graph(model, dictionary, PROMPT)

@@ -230,14 +230,14 @@ REFUSED: list[tuple[dict[str, Any], type[MizarrError], str]] = [
     ({"prompt": [0, 1, 2], "zero_positions": 3}, PromptError, "more than 3 tokens"),
     ({"prompt": [[0, 1], [0, 2]]}, PromptError, "one prompt"),
     ({"prompt": [0, 400]}, PromptError, "0..319"),
-    ({"targets": [400]}, PromptError, "0..319"),
+    ({"targets": [400]}, PromptError, "from 0 to 319 as targets, found 400"),
     ({"targets": []}, PromptError, "at least one entry in targets"),
     ({"targets": ["The capital"]}, TokenizerError, "one token"),
     ({"targets": [("a", 1.0, np.ones(3))]}, ShapeError, "finite numbers"),
     ({"targets": [{"a": 1}]}, PromptError, "triples"),
     ({"max_n_logits": 0}, PromptError, "max_n_logits"),
     ({"max_feature_nodes": 0}, StageError, "max_feature_nodes"),
-    ({"arithmetic": "float16"}, StageError, "float32 or float64"),
+    ({"arithmetic": "float16"}, StageError, "arithmetic to be 'float32' or 'float64', found 'float16'"),
     ({"memory": 1000}, PlanError, "at least"),
 ]
 
@@ -253,7 +253,10 @@ def test_what_makes_no_sense_is_refused_before_anything_is_stored(model, clt, st
 def test_dictionaries_that_do_not_fit_are_refused(model, clt, store, tmp_path):
     other = tmp_path / "other"
     save_random_model(other, "llama", 3, hidden_size=model.config.hidden_size * 2)
-    with pytest.raises(DictionaryError, match=r"read \d+ numbers"):
+    with pytest.raises(
+        DictionaryError,
+        match=r"read states of width \d+ at .*, but .*other has width \d+ there; use the model",
+    ):
         attribution_graph(str(other), clt, PROMPT, store=store)
     folder = save_random_transcoders(tmp_path / "plt", model, "plt-jumprelu")
     (folder / f"layer_{model.config.num_layers - 1}.safetensors").unlink()
@@ -273,7 +276,10 @@ def test_values_that_are_not_finite_are_refused(model, store, tmp_path):
     tensors = load_file(folder / "W_enc_1.safetensors")
     tensors["W_enc_1"][3, 2] = float("nan")
     save_file(tensors, folder / "W_enc_1.safetensors")
-    with pytest.raises(DictionaryError, match="not finite"):
+    with pytest.raises(
+        DictionaryError,
+        match=r"activations of layer 1 are infinite or NaN: .*, so fetch the dictionary again",
+    ):
         attribution_graph(model, folder, PROMPT, store=store)
     assert not list(store.records())
 
@@ -287,7 +293,10 @@ def test_a_prompt_in_which_nothing_is_active_is_refused(model, store, tmp_path):
         layer = path.stem.rpartition("_")[2]
         tensors[f"threshold_{layer}"] += 1e6
         save_file(tensors, path)
-    with pytest.raises(PromptError, match="no feature"):
+    with pytest.raises(
+        PromptError,
+        match=r"expected active features .*, found none of .*clt in this prompt; use a dictionary",
+    ):
         attribution_graph(model, folder, PROMPT, store=store)
 
 

@@ -128,9 +128,14 @@ def test_one_layer_need_not_return_what_it_reads():
     [
         ((9, 1, 0, 1.0), {}, DictionaryError, "layers 0 to 3"),
         ((0, 1, 64, 1.0), {}, DictionaryError, "0 to 63"),
-        ((0, 40, 0, 1.0), {}, InterventionError, "position in 0..8"),
+        ((0, 40, 0, 1.0), {}, InterventionError, "position .* feature 0 of layer 0 from -9 to 8 .* found 40"),
         ((0, 1, 0, float("nan")), {}, InterventionError, "finite"),
-        ((0, 1, 0, 1.0), {"constrained_layers": [4]}, InterventionError, "within 0..3"),
+        (
+            (0, 1, 0, 1.0),
+            {"constrained_layers": [4]},
+            InterventionError,
+            "constrained_layers among the model's layers 0 to 3, found 4",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(edit, options, error, told):
@@ -141,5 +146,7 @@ def test_what_makes_no_sense_is_refused(edit, options, error, told):
 
 def test_more_tokens_than_the_context_holds_are_refused():
     case = "clt_p1"
-    with pytest.raises(PromptError, match="247 new tokens"):
+    with pytest.raises(
+        PromptError, match=r"max_new_tokens from 1 to 247, .* 9 tokens and the context .* 256, found 400"
+    ):
         generate_with_features(model_of(case), dictionary_of(case), meta(case)["tokens"], max_new_tokens=400)

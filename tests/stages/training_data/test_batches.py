@@ -230,7 +230,9 @@ def test_a_prompt_that_another_run_lacks_is_named(tmp_path):
         StoredActivations(write_rows(tmp_path / name, numbers(32), prompts, model=name))
         for name, prompts in (("a", [[1] * 16, [2] * 16]), ("b", [[1] * 16, [3] * 16]))
     ]
-    with pytest.raises(PromptError, match=r"expected prompt 1 of run .* in run 1 as well"):
+    with pytest.raises(
+        PromptError, match=r"prompt 1 of run \w+ is not in run 1 \(\w+\), .*; capture the same prompts"
+    ):
         SideBySide(tuple(runs))
 
 

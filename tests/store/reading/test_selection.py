@@ -134,10 +134,10 @@ def test_characters_choose_the_tokens_that_overlap_them(states: xr.Dataset):
 @pytest.mark.parametrize(
     ("chars", "message"),
     [
-        ((0, 29), "within the 28 characters of prompt 0, found 0..29"),
-        ((5, 5), "found 5..5"),
-        ((-1, 3), "found -1..3"),
-        ("Louvre", "a phrase of the prompt"),
+        ((0, 29), r"within the 28 characters of prompt 0, found \(0, 29\)"),
+        ((5, 5), r"found \(5, 5\)"),
+        ((-1, 3), r"found \(-1, 3\)"),
+        ("Louvre", "the phrase 'Louvre' does not occur as whole words in the prompt 'The Eiffel"),
         ("Eifel", "did you mean 'Eiffel'"),
     ],
 )
@@ -189,7 +189,9 @@ def test_layers_are_taken_by_number_range_list_or_slice(states: xr.Dataset):
 
 @pytest.mark.parametrize("layer", [3, [2, 3], range(2, 5), slice(3, 4)])
 def test_a_layer_that_was_not_captured_names_the_command(states: xr.Dataset, layer):
-    message = r"found 0-2, 5; .*mizarr capture gpt-nano PROMPTS --hooks 'blocks.3.hook_resid_post'"
+    message = (
+        r"not captured, only 0-2, 5; .*mizarr capture gpt-nano PROMPTS --hooks 'blocks.3.hook_resid_post'"
+    )
     with pytest.raises(EntryNotFound, match=message):
         states.mi.sel(layer=layer)
 
@@ -210,7 +212,7 @@ def test_a_hook_point_that_was_not_captured_names_the_command(states: xr.Dataset
         states.mi.hook(hook)
     said = str(caught.value)
     assert f"mizarr capture gpt-nano PROMPTS --hooks '{hook}'" in said
-    assert "holds blocks.*.hook_resid_post (layers 0-2, 5)" in said
+    assert "which has blocks.*.hook_resid_post (layers 0-2, 5)" in said
 
 
 def test_a_choice_of_tokens_leaves_patterns_out_and_says_so_when_nothing_is_left(store: Store):
@@ -289,7 +291,7 @@ def test_activations_of_two_models_do_not_meet(store: Store, tmp_path: Path):
     (entry,) = store.entries()
     (other,) = make(tmp_path / "other", model="n", name="gpt-micro").entries()
     here, there = entry.open(["resid_post"])["resid_post"], other.open(["resid_post"])["resid_post"]
-    message = r"found 'one' of gpt-nano \(m\) and 'two' of gpt-micro \(n\)"
+    message = r"of different models: 'one' of gpt-nano \(m\), 'two' of gpt-micro \(n\); capture both"
     with pytest.raises(StageError, match=message):
         require_same_model(one=here, two=there)
     dims = ("layer", "token", "hidden")

@@ -79,7 +79,7 @@ def test_select_packs_the_chosen_prompts_with_their_labels():
 @pytest.mark.parametrize(
     ("prompts", "said"),
     [
-        ([[1], [], [2]], "prompt 1 is empty"),
+        ([[1], [], [2]], "prompt 1 has 0 tokens, expected at least one"),
         ([], "at least one prompt"),
         ([[1], [-3]], "prompt 1"),
         ([[2**31]], "prompt 0"),

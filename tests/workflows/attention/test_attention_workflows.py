@@ -276,7 +276,7 @@ def test_queries_and_keys_are_named_by_phrase(tiny_model, model):
 def test_paris_keeps_its_own_field(tiny_model, tmp_path):
     done = compute("attention_knockout", store=tmp_path / "s", model=str(tiny_model), layer=1, key=0)
     document = done.to_json()
-    assert document["prompt"] == "The capital of France is"
+    assert document["prompt"] == "The capital of France is the city of"
     assert document["paris_logit_diff"] == document["target_logit_diff"]
 
 

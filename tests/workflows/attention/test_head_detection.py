@@ -235,11 +235,11 @@ def test_an_export_of_what_is_not_there_is_an_error(states, tmp_path):
     pattern = states.mi.attn(0)
     with pytest.raises(EntryNotFound, match=r"layers among \[0, 1, 2\], found 3.*--hooks"):
         attention_document(pattern, [], layers=[3])
-    with pytest.raises(ConfigError, match=r"head numbers from 0 to 1, found head 2"):
+    with pytest.raises(ConfigError, match=r"expected heads in 0\.\.1, found 2"):
         attention_document(pattern, [], heads=[2])
     with pytest.raises(ConfigError, match=r"ending in .json or .npz, found 'a.csv'"):
         export_attention(states, tmp_path / "a.csv")
-    with pytest.raises(PromptError, match="below 2, found 2"):
+    with pytest.raises(PromptError, match="no prompt 2; prompts are numbered 0 to 1"):
         export_attention(states, tmp_path / "a.json", prompts=[2])
     with pytest.raises(EntryNotFound, match="no variable 'pattern'"):
         export_attention(states.drop_vars("pattern"), tmp_path / "a.json")

@@ -215,7 +215,7 @@ def test_table_and_figure_show_every_layer_and_name_the_result(done, tmp_path, c
     ("given", "error", "message"),
     [
         ({"condition_a": "python_test"}, ConfigError, "did you mean 'python_doctest'"),
-        ({"corpus": "nowhere.json"}, ConfigError, r"at nowhere\.json, found .* samples as JSON"),
+        ({"corpus": "nowhere.json"}, ConfigError, r"the file nowhere\.json: No such file .* samples as JSON"),
         ({"corpus": None, "condition_a": "x"}, ConfigError, "set corpus=FILE"),
         ({"unit": "byte"}, ConfigError, "unit to be characters or bytes, found 'byte'"),
         ({"start_layer": 3}, ConfigError, r"both in 0\.\.2, found 3 and 2"),

@@ -75,10 +75,13 @@ def test_a_site_is_replaced_and_other_folders_are_refused(made, tmp_path, capsys
     (mine / "thesis.txt").write_text("years of work")
     (tmp_path / "file").write_text("")
     capsys.readouterr()
-    for wrong in (mine, tmp_path / "file"):
+    for wrong, remedy in (
+        (mine, "name a new or empty folder"),
+        (tmp_path / "file", "name a folder that does not exist yet"),
+    ):
         assert run([*command, str(wrong)]) == 2
         said = capsys.readouterr().err
-        assert said.count("\n") == 1 and "name another" in said
+        assert said.count("\n") == 1 and str(wrong) in said and remedy in said
     assert [each.name for each in mine.iterdir()] == ["thesis.txt"]
     assert not [each for each in tmp_path.iterdir() if each.name.startswith(".")]
 

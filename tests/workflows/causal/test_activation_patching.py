@@ -275,7 +275,10 @@ def test_the_specimen_is_traced_through_pairs_of_its_own_facts(tmp_path: Path):
             "no wrong",
         ),
         ({"metric": "logit_diff"}, "kl, logit_difference or probability"),
-        ({"data": "nowhere.json"}, "at nowhere.json, found No such file"),
+        (
+            {"data": "nowhere.json"},
+            r"the file nowhere\.json: No such file .*; name a JSON list of CounterFact",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(given, match, tiny_model: Path):

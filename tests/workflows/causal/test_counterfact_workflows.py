@@ -354,7 +354,10 @@ def test_published_records_are_read_and_labelled(tiny_model: Path):
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"data": "nowhere.json"}, "at nowhere.json, found No such file"),
+        (
+            {"data": "nowhere.json"},
+            r"the file nowhere\.json: No such file .*; name a JSON list of CounterFact",
+        ),
         ({"limit": -1}, "limit to be int of at least 0, found -1"),
         ({"block_size": -1}, "block_size to be int of at least 0, found -1"),
     ],

@@ -152,7 +152,10 @@ def test_random_weights_claim_nothing(seeds, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"receivers": ["a3.h0"]}, "expected a receiver of this model, found 'a3.h0'; did you mean 'a3.h0<"),
+        (
+            {"receivers": ["a3.h0"]},
+            "the name of a receiver of this model, found 'a3.h0'; did you mean 'a3.h0<",
+        ),
         ({"receivers": ["logits", "logits"]}, "found a repeated name"),
         ({"receivers": ["logits+m1"]}, "expected the logits as a receiver of their own"),
         ({"receivers": []}, "expected receivers that is not empty"),

@@ -128,10 +128,13 @@ def test_prompts_come_from_a_file(tmp_path, capsys, kind):
             "expected --layers as numbers and ranges such as 0-5,11, found '3-0'",
         ),
         (["--to", "a.nc", "--layers", "x"], "found 'x'"),
-        (["--to", "a.nc", "--layers", "0-3"], "'ln1_scale' at layers 0, not at 1-3"),
+        (["--to", "a.nc", "--layers", "0-3"], "'ln1_scale' at layers 0, not at layers 1-3"),
         (["--to", "a.nc", "--variables", "resid_pst"], "resid_post"),
         (["--to", "none/a.nc"], "create it first"),
-        (["--to", "store"], "expected"),
+        (
+            ["--to", "store"],
+            "the suffix of 'store' names no export format; end the name in .nc, .zarr, .parquet",
+        ),
     ],
 )
 def test_export_refuses_in_one_line_and_leaves_nothing(entry, tmp_path, capsys, monkeypatch, arguments, says):

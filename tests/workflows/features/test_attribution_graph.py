@@ -161,7 +161,7 @@ def test_settings_are_those_of_the_graph(given: dict[str, Any], tmp_path: Path):
     ({"max_feature_nodes": 0}, "max_feature_nodes"),
     ({"zero_positions": 100}, "more than 100 tokens"),
     ({"corpus": "nowhere.txt"}, "expected files of documents at"),
-    ({"arithmetic": "float16"}, "float32 or float64"),
+    ({"arithmetic": "float16"}, "'float32' or 'float64', found 'float16'"),
     ({"graph_memory": "lots"}, "lots"),
     ({"treshold": 1}, "no setting 'treshold'"),
 ])  # fmt: skip

@@ -76,5 +76,5 @@ def test_a_layer_of_transcoders_can_be_told(store: Path, tmp_path: Path):
 
 
 def test_a_layer_it_does_not_read_is_refused(sae: Path):
-    with pytest.raises(mizarr.MizarrError, match="features of layer 3, found layer 2"):
+    with pytest.raises(mizarr.MizarrError, match=r"that the dictionary .* reads \(layer 3\), found layer 2"):
         build("sae_features", dictionary=str(sae), layer=2)

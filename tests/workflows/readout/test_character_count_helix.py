@@ -143,7 +143,7 @@ def test_a_killed_sweep_goes_on_with_the_layer_it_was_at(tiny_model, prose_file,
         "threads": 1,
         **SETTINGS,
     }
-    sums, calls = character_count._sums, []
+    sums, calls = character_count._sums_by_count, []
 
     def killed(states, *rest):
         calls.append(int(states["layer"]))
@@ -151,14 +151,14 @@ def test_a_killed_sweep_goes_on_with_the_layer_it_was_at(tiny_model, prose_file,
             raise RuntimeError("killed")
         return sums(states, *rest)
 
-    monkeypatch.setattr(character_count, "_sums", killed)
+    monkeypatch.setattr(character_count, "_sums_by_count", killed)
     with pytest.raises(MizarrError, match="killed"):
         compute("character_count_helix", **given)
     finished = set(calls) - {calls[1]}
     calls.clear()
     monkeypatch.setattr(
         character_count,
-        "_sums",
+        "_sums_by_count",
         lambda states, *rest: calls.append(int(states["layer"])) or sums(states, *rest),
     )
     compute("character_count_helix", **given)

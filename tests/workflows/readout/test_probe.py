@@ -222,7 +222,11 @@ def test_a_file_of_another_form_is_one_clear_line(subject, labelled, entry, erro
     [
         ({"targets": ["line_breaks"]}, ConfigError, "did you mean 'line_break'"),
         ({"targets": []}, ConfigError, "expected targets that is not empty"),
-        ({"labels": "nowhere.json"}, ConfigError, "at nowhere.json"),
+        (
+            {"labels": "nowhere.json"},
+            ConfigError,
+            r"cannot read the file nowhere\.json: No such .*; correct it, or name another",
+        ),
         ({"kind": "classes"}, ConfigError, "auto, label or number"),
         ({"point": "resid"}, ConfigError, "found 'resid'"),
         ({"layers": [7]}, HookPointNotFound, "7"),

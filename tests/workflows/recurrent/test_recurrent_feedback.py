@@ -274,7 +274,7 @@ def test_chosen_among_many_on_these_lines_the_null_pays_for_it():
     [
         ({"block": "5-2"}, "a block of layers as first-last, such as '8-15', found '5-2'"),
         ({"blocks": ["all"]}, "such as '8-15', found 'all'"),
-        ({"blocks": ["1-7"]}, r"layers in 0\.\.5, found 1 to 7"),
+        ({"blocks": ["1-7"]}, r"a block of layers within 0\.\.5, found layers 1 to 7"),
         ({"depth": 0}, "depth to be int of at least 1, found 0"),
         ({"preset": "anacrusis"}, "did you mean 'anacrousis'"),
         ({"strength": "much"}, "strength to be float"),
@@ -288,5 +288,5 @@ def test_bad_input_is_told_in_one_line_before_anything_runs(given, message, tmp_
 
 
 def test_a_trial_needs_words():
-    with pytest.raises(ConfigError, match="words to follow and to feed, found none"):
+    with pytest.raises(ConfigError, match=r"expected at least one word, .*, found none; set words"):
         Trial((1,), ())

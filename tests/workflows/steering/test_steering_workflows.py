@@ -422,7 +422,9 @@ def test_a_batch_file_that_cannot_be_used_is_one_clear_line(tiny_model, tmp_path
 
 
 def test_a_batch_file_that_is_not_there_is_an_error(tiny_model, tmp_path):
-    with pytest.raises(ConfigError, match=r"expected a file at .*none\.json"):
+    with pytest.raises(
+        ConfigError, match=r"cannot read the file .*none\.json: No such file or directory; write it as"
+    ):
         build("steering_convergence", model=str(tiny_model), batch_file=str(tmp_path / "none.json"))
     (tmp_path / "text.json").write_text("no JSON")
     with pytest.raises(ConfigError, match="expected JSON in"):

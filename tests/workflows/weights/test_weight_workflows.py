@@ -85,14 +85,16 @@ def test_heads_that_are_no_matrices_are_refused_when_the_question_is_asked(tmp_p
         build("composition", modes=["K"], **asked)
     with pytest.raises(ConfigError, match=r"expected a head in 0\.\.5 of layer 1, found 6"):
         build("ov_qk", layer=1, head=6)
-    with pytest.raises(ConfigError, match=r"expected a layer in 0\.\.5, found 6"):
+    with pytest.raises(ConfigError, match=r"expected a layer in 0\.\.5 of llama, found layer 6"):
         build("ov_qk", layer=6)
     save_random_hybrid(tmp_path / "gated", "qwen3_next", 0)
     for name in ("composition", "ov_qk"):
         with pytest.raises(ConfigError, match="multiplied by gates"):
             build(name, model=str(tmp_path / "gated"))
     save_random_hybrid(tmp_path / "bloom", "bloom", 0)
-    with pytest.raises(ConfigError, match="a norm behind those of bloom"):
+    with pytest.raises(
+        ConfigError, match="those of bloom pass through a norm; compute circuits between heads"
+    ):
         build("ov_qk", model=str(tmp_path / "bloom"))
 
 

@@ -25,7 +25,7 @@ SHOWN = 140
 
 
 def run_page(snapshot: Snapshot, folder: HeldFolder, number: int) -> Page | None:
-    """Page of a run: what was captured, its lineage, and a part of its list of prompts.
+    """Page of a run: captured activations, lineage, and a section of the prompt list.
 
     Arguments:
         snapshot: Content of the store.
@@ -68,7 +68,7 @@ def run_page(snapshot: Snapshot, folder: HeldFolder, number: int) -> Page | None
 
 
 def progress(folder: HeldFolder, state: Harvest) -> Iterator[HarvestProgress]:
-    """View of the progress of a capture, as an iterator of one view; of none if the run is complete.
+    """Progress bar of a capture: one view, or no view for a complete run.
 
     Arguments:
         folder: Folder of the run.

@@ -192,7 +192,7 @@ def _matches_and_continuation(
 
 
 def _excerpt(hit: Hit) -> tuple[Styled, ...]:
-    """The text before, in and after a match, with the match in bold; "…" marks a cut."""
+    """Text around a search match, with the match in bold; "…" marks a cut."""
     before = ("…" if hit.start > AROUND else "") + hit.text[max(0, hit.start - AROUND) : hit.start]
     match = hit.text[hit.start : hit.stop]
     after = hit.text[hit.stop : hit.stop + AROUND]

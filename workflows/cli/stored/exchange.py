@@ -146,8 +146,8 @@ def _names(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def _prompts(source: str | None) -> tuple[Any, Any]:
-    """Prompts of a file as (token ids, None) or (None, texts), by what the file holds; (None, None) for
-    None."""
+    """Read a prompt file: (token ids, None) or (None, texts), depending on its content; (None, None) without
+    a file."""
     if source is None:
         return None, None
     from ..prompts import read_prompts

@@ -97,8 +97,7 @@ class KnownWorkflow(ModelWorkflow):
         )
 
     def unclaimed(self) -> Findings:
-        """View with the reason why nothing is claimed; its source is the node of the ranks, if there is
-        one."""
+        """View with the reason for missing claims; its source is the node of answer ranks, if present."""
         return Findings.none(self.not_claimed, (NODE,) if NODE in self.nodes else ())
 
     def first_nodes(self) -> Nodes:

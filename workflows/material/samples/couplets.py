@@ -78,7 +78,7 @@ class CoupletPair:
 
     @property
     def third(self) -> Sequence[str]:
-        """Words that rhyme with neither `end` nor `other`, nor with any word of the lines."""
+        """Words outside the rhyme families of `end`, `other` and the line words."""
         excluded = {_FAMILY[word] for word in (*self.said, self.end, self.other) if word in _FAMILY}
         return [word for word, family in _FAMILY.items() if family not in excluded]
 

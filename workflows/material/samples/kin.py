@@ -23,17 +23,17 @@ COUPLET = "couplet"
 
 @dataclass(frozen=True)
 class Kin:
-    """Texts of the same kind as a prompt, on which a choice made on the prompt is scored."""
+    """Texts similar to a prompt, which score a selection made on the prompt."""
 
     texts: tuple[tuple[str, tuple[int, int] | None], ...]
-    """(text, span in characters of the word at which features are exchanged) of each; None as the span for
-    the position as far from the end as in the prompt."""
+    """(text, character span whose last token is the exchange position) of each text; None as the span for the
+    position at the prompt's distance from the end."""
     where: str
     """Description of texts and position, as claims name them."""
 
 
 def kin_of(prompt: str, kind: str, word: str) -> Kin:
-    """Texts of the same kind as a prompt: other couplets, or other facts with the same relation and answer.
+    """Texts of a prompt's kind: other couplets, or other facts with equal relation and answer.
 
     Arguments:
         prompt: the prompt.

@@ -164,8 +164,8 @@ def place(sample: Sample, encoding: Encoding, counts: Conversion) -> Placed | No
 
 
 def _with_repetition(name: str, before: str, sentence: str) -> Sample:
-    """Sample of a text `before` followed by the beginning of `sentence`; its target is the word of `before`
-    after as many words."""
+    """Sample of a text `before` followed by the first SAID_AGAIN words of `sentence`; its target is the word
+    of `before` at index SAID_AGAIN."""
     again = " ".join(sentence.split()[:SAID_AGAIN])
     code = f"{before} {again}"
     target = len(" ".join(before.split()[:SAID_AGAIN])) + 1

@@ -136,7 +136,7 @@ class FeatureNotes:
         return cls(words=words, **{**empty, **arrays})
 
     def rows(self, indices: Array) -> FeatureNotes:
-        """The notes on some of the features.
+        """Notes on the selected features.
 
         Arguments:
             indices: Row numbers, int [row], or a mask over the rows, bool [row].

@@ -514,7 +514,7 @@ class PositionContext:
     """Number of entries of a head that rope may rotate; needed only if `decoder` gets a function as mixer
     instead of an `AttentionSpec`."""
     table: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `ComposedArchitecture` for a table of positions; empty if there is none."""
+    """`ComposedArchitecture` fields of a position table; empty without a position table."""
 
 
 def position_table(

@@ -127,7 +127,7 @@ class BridgeConfig(Architecture):
 
     @property
     def norm_type(self) -> Literal["rms", "gemma_rms", "layer"]:  # type: ignore[override]
-        """Kind of the final norm; ConfigError for a model in which no final norm and head were found."""
+        """Final norm type; ConfigError for a model whose final norm and head were not found."""
         return self.require_readout().norm_type
 
     @property
@@ -152,8 +152,8 @@ class BridgeConfig(Architecture):
 
     @cached_property
     def tensors(self) -> Tensors:
-        """Map from weights to checkpoint tensors, for the final norm and the head only; ConfigError for a
-        model in which they were not found."""
+        """Map from weights to checkpoint tensors of final norm and head only; ConfigError for a model whose
+        final norm and head were not found."""
         readout, width = self.require_readout(), self.hidden_size
         factors = () if readout.scale == 1 else ((self.vocab_size, readout.scale),)
         outside = {

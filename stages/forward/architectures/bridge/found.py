@@ -17,7 +17,7 @@ class TensorPlace:
     """Place of a tensor in the output of a module of a transformers model."""
 
     path: str
-    """Dotted path of the module, relative to the layer that it is in."""
+    """Dotted path of the module, relative to its layer."""
     slot: str
     """Place of the tensor in the module's output: index ("0"), name, or "" for the whole output."""
 

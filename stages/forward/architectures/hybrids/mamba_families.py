@@ -664,7 +664,7 @@ def _is_at(layer: int, period_and_offset: tuple[int, int]) -> bool:
 
 
 def none_if_one(factor: float) -> float | None:
-    """The factor, or None if it is 1 and so changes nothing."""
+    """Factor, or None for factor 1, which changes nothing."""
     return None if factor == 1 else factor
 
 

@@ -59,8 +59,8 @@ def family(
 
 
 def require_complete(config: ConfigReader, shapes: TensorShapes, cross_attention: str) -> None:
-    """Raise ConfigError for a checkpoint that holds only the encoder, or only the decoder, of an
-    encoder-decoder.
+    """Raise ConfigError for a checkpoint with only the encoder, or only the decoder, of an encoder-decoder
+    model.
 
     Arguments:
         config: The config.json.

@@ -71,7 +71,7 @@ class _Inverse:
 
 @dataclass(frozen=True)
 class _Location:
-    """Where a tensor of the original checkpoint is in the GGUF file, and how to convert it back."""
+    """Location of an original checkpoint tensor in the GGUF file, and its conversion back."""
 
     stored: str
     """Name in the GGUF file."""
@@ -129,7 +129,7 @@ class GgufFiles:
         }
 
     def mapped(self, name: str) -> None:
-        """None: no tensor can be mapped as it is, because the converter quantised or reordered them."""
+        """Always None: tensors cannot be memory-mapped, because the converter quantised or reordered them."""
 
     @contextmanager
     def opened(self) -> Iterator[Take]:

@@ -84,7 +84,7 @@ class Dequantised:
         return entries | {name: TensorEntry(packed.shape, "F32") for name, packed in self.packed.items()}
 
     def mapped(self, name: str) -> Array | None:
-        """A memory-mapped array of a tensor that is not quantised; None for a quantised one."""
+        """Memory-mapped array of an unquantised tensor; None for a quantised tensor."""
         return None if name in self.packed else self.base.mapped(name)
 
     @contextmanager

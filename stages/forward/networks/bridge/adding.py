@@ -126,7 +126,7 @@ def _validated(model: Examined, config: BridgeConfig, sums: Sequence[PartSums | 
 def _sums(
     model: Examined, config: BridgeConfig, ids: Tensor, spec: HookSpec, sums: Sequence[PartSums | None]
 ) -> list[bool]:
-    """For each layer, whether its parts sum to its output, or with post-norm to the inputs of its norms, in
+    """Whether the parts of each layer sum to its output (post-norm: to the inputs of its norms), tested in
     one pass.
 
     Arguments:

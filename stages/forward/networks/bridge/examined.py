@@ -166,7 +166,7 @@ class Examined:
 
 
 def _summary(buffer: Tensor) -> str:
-    """Text with the shape and the sum of a buffer, which changes if the buffer does."""
+    """Shape and sum of a buffer as text, which reveals changes of the buffer."""
     return f"{list(buffer.shape)} of sum {float(buffer.double().sum()):.17g}"
 
 

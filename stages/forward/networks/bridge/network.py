@@ -146,7 +146,7 @@ class Bridged:
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights and of the computation."""
+        """Device of weights and computation."""
         return self.embedding.device
 
     @property
@@ -245,7 +245,14 @@ class Bridged:
 
     def layer(self, layer: int, carried: Carried, history: History, taps: Taps) -> Carried:
         """Always raises ConfigError, as transformers runs whole prompts through all layers and computes no
-        single layer."""
+        single layer.
+
+        Arguments:
+            layer: number of the layer.
+            carried: tensors that enter the layer, by name, each [B, token, width].
+            history: tokens that the pass computes, and how they see each other.
+            taps: captures and interventions of the pass.
+        """
         self._refuse("the computation of a single layer")
 
     def gathered(self, carried: Carried, taps: Taps) -> Tensor:
@@ -253,12 +260,23 @@ class Bridged:
         self._refuse("the computation of the final norm and logits alone")
 
     def finish(self, x: Tensor, taps: Taps, want: Logits | None) -> Tensor:
-        """Always raises ConfigError, as transformers runs whole prompts from the embedding to the logits."""
+        """Always raises ConfigError, as transformers runs whole prompts from the embedding to the logits.
+
+        Arguments:
+            x: final residual stream [B, S, D].
+            taps: captures and interventions of the pass.
+            want: positions whose logits are wanted; None for all positions.
+        """
         self._refuse("the computation of the final norm and logits alone")
 
     def norm_gain(self, name: str, layer: int | None, dtype: torch.dtype) -> Tensor:
-        """Always raises ConfigError, as the norms inside layers of a model behind the bridge are not
-        known."""
+        """Always raises ConfigError, as the norms inside layers of a model behind the bridge are not known.
+
+        Arguments:
+            name: name of the norm, such as "ln1".
+            layer: number of the layer; None for the final norm.
+            dtype: dtype of the gain, [hidden].
+        """
         self._refuse("the weights of its norms")
 
     def value_matrix(self, layer: int) -> Tensor:

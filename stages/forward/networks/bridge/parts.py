@@ -29,7 +29,7 @@ MOST = 64
 
 Norms = Literal["before", "of stream"]
 CallSlot = tuple[Call, Slot]
-"""A call of a module, and the place of a tensor among its arguments or results."""
+"""Module call, and slot of a tensor among its arguments or results."""
 
 
 @dataclass(frozen=True)

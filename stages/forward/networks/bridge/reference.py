@@ -27,7 +27,7 @@ _QUANTIZED = ("quantization_config", "compression_config")
 
 
 def version() -> str | None:
-    """Version of the installed transformers, without importing it; None if it is not installed."""
+    """Version of the installed transformers, read without importing it; None without transformers."""
     try:
         if importlib.util.find_spec("transformers") is None:
             return None
@@ -132,7 +132,7 @@ def load_reference(
 
 
 def in_one_line(error: BaseException) -> str:
-    """Type and message of an error in one line of at most 300 characters."""
+    """Error type and message on a single line of at most 300 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 

@@ -34,7 +34,7 @@ class Call:
     began: int
     """Index of its start in the order of all starts and ends of calls."""
     above: tuple[Call, ...]
-    """Calls that it was made in, outermost first."""
+    """Enclosing calls, outermost first."""
     taken: Mapping[Slot, Tensor]
     """Copies of the states among its arguments."""
     ended: int = -1
@@ -60,8 +60,8 @@ def argument_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[S
 
 
 def at_slot(result: Any, slot: Slot) -> Tensor:
-    """The tensor at a place ("0", "hidden_states", or "" for the whole) of a module's result. Raises
-    LookupError or TypeError if there is none."""
+    """Tensor at a slot of a module's result: index "0", key "hidden_states", or "" for the whole result.
+    Raises LookupError or TypeError for an absent slot."""
     if slot == "":
         value = result
     else:

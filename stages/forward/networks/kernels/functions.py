@@ -26,8 +26,8 @@ from half as many."""
 
 
 def evenly(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """function(x) of an elementwise function, so that the bits of a result depend on its element alone and
-    not on its place in the tensor.
+    """Apply an elementwise function so that each result's bits depend on its element alone, independent of
+    its index in the tensor.
 
     Arguments:
         function: an elementwise function.

@@ -134,7 +134,7 @@ def _rearranged(w: Mapping[str, Tensor], spec: GatedDeltaSpec) -> dict[str, Tens
 
 
 def _split_grouped_rows(rows: Tensor, counts: list[int], groups: int) -> list[Tensor]:
-    """One matrix per part of a weight whose rows are ordered by group of heads, then by part.
+    """Split a weight, with rows ordered by head group and then by part, into one matrix per part.
 
     Arguments:
         rows: The weight [row, in].

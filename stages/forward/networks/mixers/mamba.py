@@ -101,8 +101,8 @@ class Mamba:
 
 
 def _rearranged(w: Mapping[str, Tensor], spec: MambaSpec) -> dict[str, Tensor]:
-    """Weights by name in one layout for both kinds of checkpoints: "in" has the rows of x before those of the
-    gate; "select" and "dt" have a leading axis of groups."""
+    """Weights by name in a common layout of both checkpoint kinds: rows of x precede gate rows in "in";
+    "select" and "dt" have a leading group axis."""
     weights = dict(w)
     if spec.layout == "by group":
         for name in {"in", "in.bias"} & set(weights):

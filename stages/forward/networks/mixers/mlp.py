@@ -16,7 +16,7 @@ __all__ = ["Mlp", "mlp_weights"]
 
 
 class Mlp:
-    """The MLP of one layer with its weights."""
+    """MLP of one layer with its weights."""
 
     def __init__(self, spec: MlpSpec, tensors: LayerTensors) -> None:
         self.spec, self.weights = spec, mlp_weights(tensors)

@@ -112,7 +112,13 @@ class LinearRecurrence:
         return torch.addcmul(read, self._own_weight(tokens), terms.values), state
 
     def read(self, tokens: Tokens, before: Tensor, after: Tensor) -> Tensor:
-        """What one token reads, [B, H, 1, V], from the states before and after it, each [B, H, K, V]."""
+        """Output of one token (T = 1) from given states, [B, H, 1, V].
+
+        Arguments:
+            tokens: inputs by name, each [B, H, 1, width].
+            before: state before the token, [B, H, K, V]; read only with readout "before".
+            after: state after the token, [B, H, K, V]; read only with readout "after".
+        """
         tokens = widened(tokens)
         if self.bonus is None:
             return tokens["q"] @ after.to(tokens["q"].dtype)
@@ -123,8 +129,12 @@ class LinearRecurrence:
         """Effective attention alpha [B, H, T, stop - start], signed: the weight of each source's value in
         what each query reads, from an empty state.
 
-        It includes the factors "write"; the diagonal includes the bonus, without "write". start, stop: range
-        of the sources; None for all sources from `start` on.
+        It includes the factors "write"; the diagonal includes the bonus, without "write".
+
+        Arguments:
+            tokens: inputs by name, each [B, H, T, width].
+            start: first source.
+            stop: end of the sources, exclusive; None for all sources from `start` on.
         """
         length = tokens["k"].shape[2]
         begin, end, _ = slice(start, stop).indices(length)
@@ -137,7 +147,7 @@ class LinearRecurrence:
         return F.pad(alpha, (0, 0, begin, 0))
 
     def _terms(self, tokens: Tokens) -> Terms:
-        """Inputs in the form that both kernels take, in which each query reads the state before its token."""
+        """Inputs for both kernels, arranged so that each query reads the state before its token."""
         queries, beta = tokens["q"], tokens.get("beta")
         correction = None if beta is None else (tokens["alpha"], beta)
         if self.bonus is None:
@@ -158,7 +168,7 @@ class LinearRecurrence:
         return weight * tokens["write"] if "write" in tokens else weight
 
     def _kernel(self, terms: Terms) -> Kernel:
-        """The algorithm for these inputs: the chosen one, or with "auto" the one that measured faster."""
+        """Algorithm for these inputs: the chosen kernel, or with "auto" the kernel measured as faster."""
         batch, heads, length, width = terms.values.shape
         if self.kernel == "auto":
             by_steps = length <= _FEW or (width == 1 and batch * heads >= _MANY)

@@ -48,15 +48,26 @@ class MatrixMemory:
         return self._quotient(read, log_scales[:, :, 1:]), torch.cat([memory, last_log_scale], dim=-1)
 
     def read(self, tokens: Tokens, before: Tensor, after: Tensor) -> Tensor:
-        """What one token reads, [B, H, 1, V], from the state after it, [B, H, K, V + 2]; `before` is
-        unused."""
+        """Output of one token (T = 1) from a given state, [B, H, 1, V].
+
+        Arguments:
+            tokens: inputs by name, each [B, H, 1, width].
+            before: unused, as the output depends on the state after the token.
+            after: state after the token, [B, H, K, V + 2].
+        """
         queries = widened(tokens)["q"]
         after = after.to(queries.dtype)
         return self._quotient(queries @ after[..., :-1], after[:, :, :1, -1:])
 
     def weights(self, tokens: Tokens, *, start: int = 0, stop: int | None = None) -> Tensor:
         """Effective attention alpha [B, H, T, stop - start], signed: the weight of each source's value in
-        what each query reads. start, stop: range of the sources; None for all sources from `start` on."""
+        what each query reads, from an empty memory.
+
+        Arguments:
+            tokens: inputs by name, each [B, H, T, width].
+            start: first source.
+            stop: end of the sources, exclusive; None for all sources from `start` on.
+        """
         scaled, log_scales = _scaled_inputs(widened(tokens), None)
         read, _ = _LINEAR(scaled, None)
         return _LINEAR.weights(scaled, start=start, stop=stop) / self._divisor(read, log_scales[:, :, 1:])

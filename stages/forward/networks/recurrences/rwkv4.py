@@ -80,14 +80,25 @@ class ExponentialAverage:
         return total.numerator / total.denominator, torch.stack(after, dim=2)
 
     def read(self, tokens: Tokens, before: Tensor, after: Tensor) -> Tensor:
-        """What one token reads, [B, 1, 1, C], from the state before it, [B, 1, 3, C]; `after` is unused."""
+        """Output of one token (T = 1) from a given state, [B, 1, 1, C].
+
+        Arguments:
+            tokens: inputs "k" and "v", each [B, 1, 1, C].
+            before: state before the token, [B, 1, 3, C].
+            after: unused, as the output depends on the state before the token and the token itself.
+        """
         total = self._with_current(ScaledSums(*before.unsqueeze(3).unbind(2)), _terms_of(tokens))
         return total.numerator / total.denominator
 
     def weights(self, tokens: Tokens, *, start: int = 0, stop: int | None = None) -> Tensor:
         """Weight of each source's value in what each query reads, per *channel*: alpha [B, C, T, stop -
-        start], >= 0, with sum 1 over all sources. start, stop: range of the sources; None for all sources
-        from `start` on."""
+        start], >= 0, with sum 1 over all sources, from an empty state.
+
+        Arguments:
+            tokens: inputs "k" and "v", each [B, 1, T, C].
+            start: first source.
+            stop: end of the sources, exclusive; None for all sources from `start` on.
+        """
         terms = _terms_of(tokens)
         before, _ = self._sums_before(terms, _empty_sums(terms))
         total = self._with_current(before, terms)

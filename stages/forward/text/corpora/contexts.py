@@ -30,8 +30,8 @@ class Framing:
     context: int | None = None
     """Most tokens of a prompt, special tokens included; None for one prompt per document."""
     separator: tuple[int, ...] | None = None
-    """Tokens after each document, if documents are concatenated and cut into prompts, so that a prompt may
-    contain several; None if each prompt is a part of one document."""
+    """Separator tokens after each document, if concatenated documents are cut into prompts that may span
+    several documents; None if every prompt comes from a single document."""
 
     @property
     def room(self) -> int | None:

@@ -147,7 +147,9 @@ def test_a_dictionary_that_changed_since_is_not_mistaken_for_the_planned_one(
     kept = {f"{name}_5": weights[name] for name in ("W_enc", "b_enc", "b_dec", "threshold")}
     save(tmp_path / "clt", "W_enc_5.safetensors", kept)
     store = mizarr.open_store(tmp_path / "store")
-    with pytest.raises(MizarrError, match=r"expected the dictionary .*clt as it was"):
+    with pytest.raises(
+        MizarrError, match=r"W_enc_5.safetensors of the dictionary .*clt changed while .*; open it again"
+    ):
         run(node, store)
 
 

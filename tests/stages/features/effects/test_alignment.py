@@ -103,5 +103,5 @@ def test_a_search_is_stored_with_its_features(tmp_path: Path):
 def test_directions_of_another_width_are_refused(clt: Dictionary):
     with pytest.raises(mizarr.MizarrError, match=r"directions of shape \[direction, 10\]"):
         align(clt, torch.zeros(1, 9), 2, 3)
-    with pytest.raises(mizarr.MizarrError, match=r"writes to \(layers 0 to 3\), found target=4"):
+    with pytest.raises(mizarr.MizarrError, match=r"clt write to \(layers 0 to 3\), found target=4"):
         align(clt, torch.zeros(1, 10), 4, 3)

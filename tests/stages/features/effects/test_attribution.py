@@ -192,15 +192,21 @@ def test_what_cannot_be_is_one_line(model, tmp_path):
     given: dict[str, Any] = {"clean": CLEAN, "corrupted": CORRUPTED, "metric": METRIC} | named
     for change, error, said in [
         ({"clean": CLEAN[:-1]}, PromptError, "expected a clean and a corrupted prompt of equal length"),
-        ({"metric": Rank(3)}, StageError, "with a gradient"),
-        ({"metric": LogitDifference(3, VOCAB)}, PromptError, "expected token ids in 0"),
+        ({"metric": Rank(3)}, StageError, "a differentiable metric, found Rank.*; use LogitDifference"),
+        (
+            {"metric": LogitDifference(3, VOCAB)},
+            PromptError,
+            "'logit_difference': expected a token id from 0 to 319, found 320",
+        ),
         ({"verify": -1}, StageError, "expected verify to be at least 0, found -1"),
     ]:
         with pytest.raises(error, match=said):
             FeatureAttribution(**given | change).cells(model.config)
     other = save_random_sae(tmp_path / "wide", layer=1, hidden=HIDDEN * 2)
     wide = Dictionary.from_pretrained(other)
-    with pytest.raises(DictionaryError, match="features that read 64 numbers"):
+    with pytest.raises(
+        DictionaryError, match=r"wide read states of width 64 at .*, but .* has width 32 there; use the model"
+    ):
         computed(model, mizarr.open_store(tmp_path / "store"), dictionary=wide.name, features=wide.identity)
 
 

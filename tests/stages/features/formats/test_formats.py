@@ -573,7 +573,7 @@ def broken(tmp_path: Path, what: str) -> Path:
     ("what", "told"),
     [
         ("nothing known", r"no known layout .* found weights.bin; expected the files of one of .*params.npz"),
-        ("truncated npz", r"expected an npz file of named arrays"),
+        ("truncated npz", r"the npz file .*params.npz cannot be read \(.*\); fetch it again"),
         ("truncated safetensors", r"is truncated: expected \d+ bytes, found \d+"),
         ("missing layer", r"found none for layer 1"),
         ("another size", r"expected the tensor 'W_enc' of shape \[13, 40\] .* found \[12, 40\]"),

@@ -337,9 +337,9 @@ def test_misuse_is_told(model: mizarr.Model, tmp_path: Path):
         (lambda: page_nodes(dictionary, encoded=encoded, layer=5), "found layer 5"),
         (
             lambda: page_nodes(dictionary, encoded=encoded, layer=layer, features=[99]),
-            "from 0 to 36, found 99",
+            "from 0 to 36 in layer 1 of .*, found 99",
         ),
-        (lambda: feature_blocks([1, 1], 4), "each once"),
+        (lambda: feature_blocks([1, 1], 4), "each feature once, .* found 2 features, 1 of them different"),
         (lambda: feature_intervals(encoded, encoded, feature_blocks(3, 3), bins=7), "multiple"),
         (lambda: feature_intervals(encoded, encoded, feature_blocks(9, 9)), "from 0 to 2, found 8"),
         (lambda: feature_partners(encoded, feature_blocks(3, 3), k=0), "at least 1"),

@@ -252,7 +252,7 @@ def test_what_features_do_not_read_is_refused_in_one_line(model, dictionary, tok
     store = open_store(tmp_path)
     with pytest.raises(HookPointNotFound, match="expected a hook point that this dictionary reads"):
         capture(model, tokens, HookSpec().capture("hook_embed", reduce=dictionary), store=store, **OPTIONS)
-    with pytest.raises(HookPointNotFound, match="such as norm"):
+    with pytest.raises(HookPointNotFound, match=r"expected one of norm, .*, found '3'"):
         HookSpec().capture("hook_embed", reduce=3)  # type: ignore[arg-type]
     asked = ["capture", "specimen", "a b", "--text", "--hooks", "hook_embed", "--store", str(tmp_path)]
     assert run([*asked, "--reduce", "features:specimen/none"]) == 2

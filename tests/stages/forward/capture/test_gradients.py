@@ -288,7 +288,7 @@ def test_passes_that_go_no_way_back_say_so(folder, prompts):
 
 def test_a_bridged_model_has_none(tmp_path, store):
     save_random_model(tmp_path / "m", "llama", 1)
-    with pytest.raises(ConfigError, match="found one that transformers computes"):
+    with pytest.raises(ConfigError, match="found llama, which transformers computes"):
         mizarr.capture(
             str(tmp_path / "m"), [[1, 2]], spec(), backend="transformers", store=store, progress=False
         )

@@ -374,12 +374,15 @@ def test_packed_integers_are_what_their_library_makes_of_them(tmp_path, bits, sy
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "expected version of awq .* found 'gemv'"),
         ({"quant_method": "bitsandbytes"}, "found neither"),
         (BNB | {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage of bitsandbytes"),
-        ({"quant_method": "fp8"}, r"expected the block of fp8 as \[rows, columns\], found None"),
+        ({"quant_method": "fp8"}, r"expected the block size of fp8 as \[rows, columns\], found None"),
         (
             ct("nvfp4-pack-quantized", num_bits=4, type="float", strategy="group"),
             "found 'nvfp4-pack-quantized'",
         ),
-        (ct("pack-quantized", **INT4) | {"sparsity_config": {"format": "2:4"}}, "no sparsity_config"),
+        (
+            ct("pack-quantized", **INT4) | {"sparsity_config": {"format": "2:4"}},
+            "sparsity_config of compressed-tensors to be absent, found {'format': '2:4'}",
+        ),
         (ct("pack-quantized", **INT4 | {"num_bits": 3}), "expected num_bits .* found 3"),
         (
             ct("int-quantized", **INT4)

@@ -23,7 +23,7 @@ PUT = {
     "a link to nothing": (lambda path: path.symlink_to(path.with_name("nowhere")), "which does not exist"),
     "a link to itself": (lambda path: path.symlink_to(path), "which does not exist"),
     "a folder": (lambda path: path.mkdir(), "found a folder"),
-    "a pipe": (os.mkfifo, "found something else"),
+    "a pipe": (os.mkfifo, "found a pipe, socket or device"),
     "nothing": (lambda path: path.touch(), "is empty"),
     "git-lfs pointer": (
         lambda path: path.write_bytes(LFS_POINTER + b"v1\noid sha256:0\nsize 9\n"),
@@ -113,20 +113,23 @@ def test_modes_there_are_not_are_refused_and_nothing_is_made(tmp_path, mode):
 
 @pytest.mark.parametrize("mode", ["a", "r"])
 @pytest.mark.parametrize(
-    "make",
+    ("make", "told"),
     [
-        lambda path: path.write_text("x") and path,
-        lambda path: path.write_text("x") and path / "below",
-        lambda path: path.symlink_to(path.with_name("nowhere")) or path,
-        lambda path: path.symlink_to(path) or path,
-        lambda path: os.mkfifo(path) or path,
-        lambda path: f"{path}\0",
-        lambda path: "a" * 5000,
-        lambda path: "~nobody-here/store",
-        lambda path: "",
-        lambda path: None,
-        lambda path: 3,
-        lambda path: b"store",
+        (lambda path: path.write_text("x") and path, "place, found a file; name a folder"),
+        (lambda path: path.write_text("x") and path / "below", r"\(Not a directory\); name another folder"),
+        (lambda path: path.symlink_to(path.with_name("nowhere")) or path, "nowhere, which does not exist"),
+        (lambda path: path.symlink_to(path) or path, "place, which does not exist"),
+        (lambda path: os.mkfifo(path) or path, "expected the folder of a store at .*place, found"),
+        (lambda path: f"{path}\0", r"the folder of a store \(embedded null byte\); name another folder"),
+        (lambda path: "a" * 5000, r"the folder of a store \(File name too long\); name another folder"),
+        (
+            lambda path: "~nobody-here/store",
+            r"'~nobody-here/store' cannot be .* home directory.*; name another",
+        ),
+        (lambda path: "", "expected the folder or URL of a store .*, found ''"),
+        (lambda path: None, "expected the folder or URL of a store .*, found None"),
+        (lambda path: 3, "expected the folder or URL of a store .*, found 3"),
+        (lambda path: b"store", "expected the folder or URL of a store .*, found b'store'"),
     ],
     ids=[
         "file",
@@ -143,8 +146,8 @@ def test_modes_there_are_not_are_refused_and_nothing_is_made(tmp_path, mode):
         "bytes",
     ],
 )
-def test_paths_that_are_no_folder_are_refused_by_a_store_in_one_line(tmp_path, make, mode):
+def test_paths_that_are_no_folder_are_refused_by_a_store_in_one_line(tmp_path, make, told, mode):
     path = make(tmp_path / "place")
-    with pytest.raises(StoreError, match="expected") as caught:
+    with pytest.raises(StoreError, match=told) as caught:
         open_store(path, mode=mode)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500

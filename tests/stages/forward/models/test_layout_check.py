@@ -192,7 +192,7 @@ def test_without_transformers_the_refusal_says_how_to_get_it(saved):
         [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, check=True
     )
     said = json.loads(done.stdout)
-    assert "which may run it, is not installed: pip install 'mizarr[check]'. Details" in said
+    assert "which may run it, is not installed: pip install 'mizarr[check]'; for details run" in said
 
 
 def test_changed_weights_are_checked_again(saved, checks):
@@ -315,14 +315,16 @@ def test_a_number_nobody_reads_may_be_a_length(config):
         },
     )
     assert found == {"attention_chunk_size": 512, "deep.floor_scale": 8192}
-    with pytest.raises(layout_check.CannotCheck, match=rf"beyond {FARTHEST} .* deep.floor_scale=8192"):
+    with pytest.raises(
+        layout_check.CannotCheck, match=rf"within {FARTHEST} tokens.* found deep.floor_scale=8192 in"
+    ):
         lengths_to_check(long, found)
     assert turning_points(_with(config, max_position_embeddings=512), {"floor_scale": 8192}) == {}
 
 
 def test_a_window_beyond_the_check_is_refused_and_runs_when_trusted(saved):
     folder, _ = saved(WINDOWED, sliding_window=4096, max_position_embeddings=32768)
-    with pytest.raises(ConfigError, match="found sliding_window=4096, window 4096=4096 with"):
+    with pytest.raises(ConfigError, match="found sliding_window=4096, window 4096=4096 in"):
         resolve(folder).identity()
     assert resolve(folder, trust_layout=True).identity().forward.endswith("layout trusted")
 

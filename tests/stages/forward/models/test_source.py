@@ -392,7 +392,7 @@ def test_a_workflow_refuses_a_model_that_is_not_its_files(folder, store):
     """Readout and tokenizer come from the files."""
     model = Model.from_pretrained(folder)
     _mul(model)
-    with pytest.raises(SourceChanged, match="replaced meanwhile"):
+    with pytest.raises(SourceChanged, match=r"replaced during this run .*; run the command again"):
         mizarr.compute("logit_lens", model=model, store=store, prompts=["w1 w2 w3"])
 
 

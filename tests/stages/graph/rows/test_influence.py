@@ -140,7 +140,7 @@ def test_cumulative_scores_rank_nodes():
 
 
 def test_thresholds_outside_0_to_1_are_refused():
-    with pytest.raises(StageError, match="node_threshold from 0 to 1"):
+    with pytest.raises(StageError, match=r"node_threshold to be a share from 0 to 1, found 1\.2"):
         kept_part(GraphRows.of(chain()), node_threshold=1.2)
 
 
