@@ -242,7 +242,7 @@ class Workflow:
             **({"caution": self.caution} if self.caution else {}),
             **({"trained_with_help": self.trained_with_help} if self.trained_with_help else {}),
             **({"knowledge": self.knowledge} if self.knowledge else {}),
-            **({"summary": summary} if (summary := self.summary) else {}),
+            **({"summary": summary} if self._results and (summary := self.summary) else {}),
             "provenance": {"mizarr": __version__, "keys": self._keys},
             "total_time_secs": round(self._seconds, 3),
             "peak_memory_bytes": self._memory,

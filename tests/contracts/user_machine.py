@@ -362,8 +362,11 @@ class UserMachine(RuleBasedStateMachine):
         except SourceChanged:  # an earlier edit, unless answers were cached and nobody loaded it since
             model = node.source.load()
         edit(model, tensor, how)
+        # An interrupted question may not have noticed the edit yet: the next one does.
+        is_interrupted = self.meanwhile is not None and not self.meanwhile[2]
         self.ask(question, self.checkpoints[name], excuse="the model of this name was edited")
-        self.ask(question, self.checkpoints[name])
+        later = "the question before was interrupted" if is_interrupted else ""
+        self.ask(question, self.checkpoints[name], excuse=later)
 
     # -- payloads
 
