@@ -255,10 +255,11 @@ class HeadDetection(ModelWorkflow):
             *((name, key, ".2f") for name, key in COLUMNS.items()),
             ("distance", "distance", ".1f"),
             title=f"Heads of {model} on {self.text_read}",
-            caption=f"The heads with the largest score of each kind. Score: {self.measure}, ± standard "
-            "deviation over prompts; shuffled: control, the score at the same positions of shuffled tokens; "
-            "entropy: of the attention weights, in nats; BOS, own: share of the weight on the first and on "
-            "the current token; distance: mean number of tokens from key to query.",
+            caption="One row per head: those with the largest score of each kind. Kind: what a head attends "
+            f"to, for instance the previous token. Score: {self.measure}, ± standard deviation over prompts. "
+            "Shuffled: control, the score at the same positions of shuffled tokens. Entropy: of the "
+            "attention weights, in nats. BOS, own: share of the weight on the first and on the current "
+            "token. Distance: mean number of tokens from key to query.",
             json={**self.subject.about, "read": self.text_read, **self._json(data, best)},
         )
         scores, control_scores = (

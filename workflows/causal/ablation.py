@@ -266,9 +266,8 @@ class AblationOfEach(KnownWorkflow):
         counts, totals = self.known_counts
         return (
             f"The {self.unit} was chosen as the one whose ablation has the largest mean KL "
-            f"({float(self.candidates.mean.max()):.3f} nats) on {counts[CHOSEN_ON]} of {totals[CHOSEN_ON]} "
-            f"other facts, those that the model answers correctly. It is scored on {counts[SCORED]} held-out "
-            f"facts. The last claim is a comparison: the {self.unit} with the smallest mean "
+            f"({float(self.candidates.mean.max()):.3f} nats), on {counts[CHOSEN_ON]} of {totals[CHOSEN_ON]} "
+            f"other facts: those that the model answers correctly. It is scored on {counts[SCORED]} held-out "
             f"KL.{self.described}"
         )
 
@@ -390,7 +389,10 @@ class AblationOfEach(KnownWorkflow):
         kl = f"One row per {self.unit}, ablated alone. {KL_CAPTION}"
         if not self.pieces:
             return kl
-        return f"{kl} Last column: change of the probability of {self.word!r}, in percentage points."
+        return (
+            f"{kl} Last column: probability of {self.word!r} with this {self.unit} ablated, minus that of the "
+            "unchanged run, in percentage points."
+        )
 
     def _about(self) -> dict[str, Any]:
         """Fields of the JSON document that describe the prompt and the target."""

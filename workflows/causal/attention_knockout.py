@@ -161,10 +161,10 @@ class AttentionKnockout(EdgeWorkflow):
             ("head", lambda row: row["in_head"]["head"], "d"),
             ("KL, this head", lambda row: row["in_head"]["kl"], ".5f"),
             title=f"Attention edges from {names[query]} with the largest effect",
-            caption="One row per layer; KL divergence of the next-token distribution from that of the "
-            f"unchanged run, in nats. Key: the one for which knocking out the edge from {names[query]} in "
-            "all heads has the largest KL; weight: its attention weight before the knockout, mean over "
-            f"heads. Head: the one in which knocking out the edge to {names[key]} alone has the largest KL.",
+            caption="One row per layer. KL: of the next-token distribution from that of the unchanged run, "
+            f"in nats. Key: the token for which knocking out the edge from {names[query]} in all heads has "
+            "the largest KL. Weight: attention weight of this edge before the knockout, mean over heads. "
+            f"Head: the one in which knocking out the edge to {names[key]} alone has the largest KL.",
         )
 
     def _about(self) -> dict[str, Any]:

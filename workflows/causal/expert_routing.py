@@ -191,9 +191,10 @@ class ExpertRouting(AblationOfEach):
             shuffled = (Line("shuffled", chance.mean(1), control=True, band=ends),)
         return Lines(
             title="How much a token determines its experts",
-            caption="Mutual information, in nats, between a token's id and the experts that process it, over "
-            "the corpus. Dashed: the same with shuffled token ids. A router with random weights also routes "
-            "by token, as hidden states depend on tokens: the difference is described, not claimed.",
+            caption="x: layer. y: mutual information, in nats, between a token's id and the experts that "
+            "process it, over the corpus. Dashed: control, the same with shuffled token ids. A router with "
+            "random weights also routes by token, as hidden states depend on tokens. So the difference is "
+            "described, not claimed.",
             x=tuple(use["layer"].values.tolist()),
             lines=(
                 Line("token and its experts", use["information"].values, strong=True),
@@ -242,9 +243,10 @@ class ExpertRouting(AblationOfEach):
             ("weight", "weight", ".2f"),
             ("top tokens", tokens_cell),
             title=f"Tokens that the experts of {self.subject.name} process",
-            caption="One row per expert. Tokens: share of all tokens of the corpus routed to it; weight: its "
-            "mean routing weight for them; top tokens: those of whose occurrences it processes the largest "
-            f"share, which is given in percent (tokens with at least {self.settings.least} occurrences).",
+            caption="One row per expert. Tokens: share of all tokens of the corpus that are routed to it. "
+            "Weight: its mean routing weight for them. Top tokens: those of which it processes the largest "
+            f"share of occurrences, with that share in percent (tokens with at least {self.settings.least} "
+            "occurrences).",
             sources=("use",),
             json={"readers": readers},
         )
