@@ -390,8 +390,8 @@ class AblationOfEach(KnownWorkflow):
         if not self.pieces:
             return kl
         return (
-            f"{kl} Last column: probability of {self.word!r} with this {self.unit} ablated, minus that of the "
-            "unchanged run, in percentage points."
+            f"{kl} Last column: probability of {self.word!r} with this {self.unit} ablated, minus that of "
+            "the unchanged run, in percentage points."
         )
 
     def _about(self) -> dict[str, Any]:

@@ -282,7 +282,7 @@ class Routing(PairWorkflow):
         part = part.transpose("layer", "head")
         caption = (
             "Each cell: absolute change of the attention from the last token to the fact in one head "
-            f"(column) of one layer (row), mean over pairs. Largest: layer {layer}, head {head}."
+            "(column) of one layer (row), mean over pairs. Largest: layer {layer}, head {head}."
         ).format(**ranked(part, 1)[0])
         return Heatmap.of(part, "", caption, low=0.0, high=float(whole.max()))
 

@@ -55,9 +55,9 @@ def place_views(norms: xr.Dataset, alive: npt.NDArray[np.bool_], name: str) -> I
         ("mean norm", "mean_norm", ".3f"),
         ("features with their largest norm here", "strongest", "d"),
         title=f"Decoder norms of {name} by place",
-        caption="One row per place: a hook point of a model that the crosscoder reads and writes. Decoder "
-        "norms are those after scaling the states of all places to a common size; features that are active "
-        "nowhere in the corpus are left out.",
+        caption="One row per place: a hook point of a model that the crosscoder reads and writes. Mean norm: "
+        "of the decoder vectors, after scaling the states of all places to a common size. Features that are "
+        "active nowhere in the corpus are left out.",
         json={"places": rows},
     )
     if "relative_norm" not in norms:

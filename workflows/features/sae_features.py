@@ -143,8 +143,8 @@ class SaeFeatures(PromptFeaturesWorkflow):
             ("norm of decoder", "decoder_norm", ".4f"),
             title=f"Features of {self.dictionary.name} active at {self.hook} of {self.subject.name}: "
             f"{self.at_position(self.position)}",
-            caption="One row per feature, largest activation first. Writes: token whose logit it raises "
-            "most; fires on: token of the prompt with its largest activation. "
+            caption="One row per feature, largest activation first. Label: writes, the token whose logit it "
+            "raises most; fires on, the token of the prompt with its largest activation. "
             f"{counts[self.position]} features are active at this token, {counts[n_skipped:].mean():.1f} per "
             f"token on average. Reconstruction of the activations over {where}: mean squared error "
             f"{about['mse']:.4g}; {100 * about['fraction_of_variance_unexplained']:.1f} % of their variance "

@@ -58,8 +58,8 @@ def denoising_views(
     ]
     yield Tokens(
         title="Probability of each token that was filled in",
-        caption="Each text is a prompt with its masks filled in; shade: probability of a token in the "
-        "forward pass that filled it in.",
+        caption="One text per prompt, with its masks filled in. Shade: probability of a token in the forward "
+        "pass that filled it in.",
         texts=tuple(shown),
         value_name="probability of the token when it was filled in",
         low=0.0,
@@ -79,8 +79,8 @@ def denoising_views(
         ),
         title=f"Masks filled in by {subject.name}{without}",
         caption="One row per prompt. Passes: number of forward passes, each of which fills in one or more "
-        "masks. Mean probability: geometric mean, over the filled-in tokens, of the probability that each "
-        "had in the pass that filled it in.",
+        "masks. Mean probability: of the filled-in tokens, each in the pass that filled it in; geometric "
+        "mean.",
         json={"results": documents},
     )
     yield Table.of(
@@ -129,7 +129,7 @@ def _trace(subject: Subject, filled: xr.Dataset, without: str) -> Figure:
         name="denoising",
         title=f"Most likely token of {subject.name} at each mask, by pass{without}",
         caption="Each cell: the most likely token at one mask (row) in one forward pass (column), as long as "
-        f"the mask is not filled in; shade: its probability.{shown_part}",
+        f"the mask is not filled in. Shade: its probability.{shown_part}",
         panels=(panel,),
     )
 
