@@ -291,8 +291,8 @@ class SteeringDoseResponse(EdgeWorkflow):
             caption="One row per dose: the attention weight of the edge is multiplied by it in all heads, "
             "and the attention row renormalised. Attention: resulting weight. If linear: without "
             "renormalisation. KL: of the next-token distribution from that of the unchanged run, in nats. "
-            "Logit diff: target logit of the unchanged run minus that of the steered run. Dose for a weight of "
-            f"{aim:.3f}: {calibration.scale_factor_to_source():.3g}x if weights were linear in the dose; "
+            "Logit diff: target logit of the unchanged run minus that of the steered run. Dose for a weight "
+            f"of {aim:.3f}: {calibration.scale_factor_to_source():.3g}x if weights were linear in the dose; "
             f"{_or(interpolated, 'outside these doses')} interpolated between the rows; "
             f"{_or(exact, 'out of reach')} exactly.",
             json={

@@ -79,8 +79,8 @@ def denoising_views(
         ),
         title=f"Masks filled in by {subject.name}{without}",
         caption="One row per prompt. Passes: number of forward passes, each of which fills in one or more "
-        "masks. Mean probability: of the filled-in tokens, each in the pass that filled it in; geometric "
-        "mean.",
+        "masks. Mean probability: geometric mean, over the filled-in tokens, of the probability that each "
+        "had in the pass that filled it in.",
         json={"results": documents},
     )
     yield Table.of(

@@ -239,8 +239,8 @@ class Generate(ModelWorkflow):
             ),
             ("ends by", "finish_reason", str),
             title=f"Continuations by {self.subject.name}{without}",
-            caption="One row per prompt. Mean probability: of the generated tokens, as the model gave it to "
-            "each; geometric mean. Ends by: reason why generation stopped.",
+            caption="One row per prompt. Mean probability: geometric mean, over the generated tokens, of the "
+            "probability that the model gave to each. Ends by: reason why generation stopped.",
             json={"results": documents},
         )
         yield self._figure(texts, without)
