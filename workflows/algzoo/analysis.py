@@ -332,15 +332,16 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             Heatmap.of(
                 pair_delta,
                 "Ablation of two neurons",
-                f"Each cell: change of {self.measure} when two neurons are ablated together.",
+                f"Each cell: {self.measure} with two neurons (row, column) ablated together, minus that of "
+                "the unchanged network.",
                 **options,
                 sources=("ablation",),
             ),
             Heatmap.of(
                 interaction,
                 "Interaction of two neurons",
-                f"Each cell: change of {self.measure} by ablating both neurons, minus the changes by "
-                "ablating each alone; below 0, each can replace the other.",
+                f"Each cell: change of {self.measure} by ablating two neurons (row, column) together, minus "
+                "the changes by ablating each alone. Below 0: each can replace the other.",
                 **options,
                 sources=("ablation",),
             ),
@@ -358,8 +359,9 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         cards_view = Heatmap.of(
             by_time,
             "Correlation of final states with functions of the input",
-            "Each cell: absolute correlation, over samples, of one neuron's final state with the most "
-            "correlated function of the input in one role.",
+            "Each cell: absolute correlation, over samples, of the final state of one neuron (row) with a "
+            "function of the input. Column: role, a kind of such functions; the most correlated one is "
+            "taken.",
             row_name="neuron",
             column_name="role",
             value_name="correlation",

@@ -313,14 +313,15 @@ class AblationOfEach(KnownWorkflow):
                 "heads",
                 self.units,
                 "KL when a head is ablated",
-                f"Each cell: one head's output is replaced by {instead}. {KL_CAPTION}",
+                f"Each cell: the output of one head (column) of one layer (row) is replaced by {instead}. "
+                f"{KL_CAPTION}",
             ),
             self._loss(
                 "layers",
                 layers,
                 "KL when attention or MLP is ablated",
-                f"Each cell: the output of one layer's attention or MLP is replaced by {instead}. "
-                f"{KL_CAPTION}",
+                "Each cell: the output of the attention or MLP (column) of one layer (row) is replaced by "
+                f"{instead}. {KL_CAPTION}",
             ),
         ]
         if self.pieces:
@@ -344,8 +345,8 @@ class AblationOfEach(KnownWorkflow):
         return Heatmap.of(
             change.assign_attrs(long_name=f"change of the probability of {word!r}", units="points"),
             title,
-            f"Change of the probability of {word!r}, in percentage points, by each ablation. It is "
-            f"{format_probability(self.clean)} in the unchanged run; below zero, the ablation lowers it.",
+            f"Each cell: probability of {word!r} with one output ablated, minus that of the unchanged run "
+            f"({format_probability(self.clean)}), in percentage points. Below 0: the ablation lowers it.",
             sources=(name,),
             diverging=True,
         )

@@ -371,8 +371,9 @@ class ActivationPatchingTrace(KnownWorkflow):
         return Heatmap.of(
             percent,
             NAMES[kind],
-            f"Recovery by patching {kind} of one layer at one {'head' if is_by_head else 'position'}. "
-            f"Largest: {best['recovery']:.0f} % in layer {best['layer']}, {best_place}.{frame_note}",
+            f"Each cell: recovery by patching {kind} of one layer (row) at one "
+            f"{'head' if is_by_head else 'position'} (column). Largest: {best['recovery']:.0f} % in layer "
+            f"{best['layer']}, {best_place}.{frame_note}",
             value_name=f"recovered by patching {kind}",
             unit="%",
             low=-100.0,

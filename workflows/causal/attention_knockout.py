@@ -127,8 +127,9 @@ class AttentionKnockout(EdgeWorkflow):
         by_key = Heatmap.of(
             self.edges["kl"].transpose("layer", "key"),
             "KL when an edge is knocked out in all heads",
-            f"Each cell: in one layer, no head can attend from {names[query]} to one key. KL(unchanged run "
-            "|| knockout) of the next-token distribution, in nats. Framed: the edge in the table.",
+            f"Each cell: no head of one layer (row) can attend from {names[query]} to one key (column). "
+            "Value: KL(unchanged run || knockout) of the next-token distribution, in nats. Framed: the edge "
+            "in the table.",
             sources=("edges",),
             columns=tuple(f"{tokens[place]} ({place})" for place in self.edges["key"].values.tolist()),
             column_name="key",
@@ -140,8 +141,8 @@ class AttentionKnockout(EdgeWorkflow):
         by_head = Heatmap.of(
             self.heads["kl"].transpose("layer", "head"),
             "KL when one edge is knocked out in one head",
-            f"Each cell: one head cannot attend from {names[query]} to {names[key]}. KL(unchanged run || "
-            "knockout) of the next-token distribution, in nats.",
+            f"Each cell: one head (column) of one layer (row) cannot attend from {names[query]} to "
+            f"{names[key]}. Value: KL(unchanged run || knockout) of the next-token distribution, in nats.",
             sources=("heads",),
             low=0.0,
             json={"heads": _sweep_json(self.heads)},

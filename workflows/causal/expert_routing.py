@@ -147,9 +147,9 @@ class ExpertRouting(AblationOfEach):
         share = Heatmap.of(
             use["share"].transpose("layer", "expert"),
             "Tokens routed to each expert",
-            f"Share of the corpus's tokens that a layer routes to each expert. A token is routed to "
-            f"{self._sent} of {self._count} experts; with uniform routing each expert would process "
-            f"{self._sent / self._count:.0%} of tokens.",
+            "Each cell: share of the corpus's tokens that one layer (row) routes to one expert (column). A "
+            f"token is routed to {self._sent} of {self._count} experts. With uniform routing each expert "
+            f"would process {self._sent / self._count:.0%} of tokens.",
             value_name="share of tokens",
             low=0.0,
             sources=("use",),
@@ -159,8 +159,8 @@ class ExpertRouting(AblationOfEach):
             "experts",
             self.units,
             "KL when an expert is ablated",
-            f"Each cell: one expert's routing weight is replaced by {INSTEAD[self.settings.how]}. "
-            f"{KL_CAPTION}",
+            "Each cell: the routing weight of one expert (column) of one layer (row) is replaced by "
+            f"{INSTEAD[self.settings.how]}. {KL_CAPTION}",
         )
         panels: list[Any] = [share, kl, self._token_information()]
         if self.pieces:

@@ -221,8 +221,8 @@ class PathPatchingTrace(TaskWorkflow):
                 name=f"path_patching_{task}",
                 title=f"Path patching in {self.subject.name}: {task}",
                 caption="Effect of a sender (a head or MLP) on a receiver (what reads its output): change of "
-                "the logit of the right minus that of the wrong answer when the sender's output is corrupted "
-                "on its paths to the receiver only. In the clean run the difference is "
+                "the right minus the wrong answer when the sender's output is corrupted on its paths to the "
+                "receiver only. In the clean run the difference is "
                 f"{of_task[-1].clean:+.3g} {of_task[-1].unit}.",
                 panels=(*panels, *([self.findings] if self.findings.findings else [])),
                 columns=2,

@@ -187,7 +187,7 @@ class ExchangeWorkflow(Workflow):
             ("promotes", lambda row: dash(labels.writes.get(row[0]), repr)),
             ("fires on", lambda row: dash(labels.fires.get(row[0]), repr)),
             title="Exchanged features",
-            caption="One row per feature (layer:index). Role: whether the exchange suppresses or injects it. "
+            caption="One row per feature (layer:index). Role: its part in the exchange, such as injection. "
             "Promotes: the token whose logit its decoder raises most through the unembedding, without "
             "effects of later layers. Fires on: the token of this prompt at which it is most active, if it "
             "is active.",

@@ -180,8 +180,8 @@ class CltProbe(PromptFeaturesWorkflow):
         counts = Heatmap.of(
             self._counts(),
             "Number of active features by layer and token",
-            f"Each cell: number of features of one layer that are active at one token of the prompt. Framed: "
-            f"{token}, the probed token.",
+            "Each cell: number of features of one layer (row) that are active at one token (column) of the "
+            f"prompt. Framed: {token}, the probed token.",
             low=0.0,
             framed=((0, self.position, len(layers) - 1, self.position),),
             frame_name="the probed token",

@@ -283,8 +283,9 @@ class FeaturePages(ModelWorkflow):
         histogram = Lines.of(
             self._frequencies(count, n_tokens),
             "Number of features by the share of tokens at which they are active",
-            f"Histogram of the {alive:,} features that are active at one or more tokens of the corpus, in "
-            "bins of equal width on the logarithmic axis.",
+            "x: share of tokens of the corpus at which a feature is active. y: number of features in a bin; "
+            f"bins have equal width on the logarithmic axis. The {alive:,} features that are active at one "
+            "or more tokens are counted.",
             log_x=True,
         )
         yield from together(

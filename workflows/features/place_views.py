@@ -68,12 +68,12 @@ def place_views(norms: xr.Dataset, alive: npt.NDArray[np.bool_], name: str) -> I
     histogram = Lines.of(
         _histogram(relative),
         "Relative norm: the second model's share of a feature's decoder norms",
-        "Number of features by the second model's share of their decoder norms (0: only the first model has "
-        f"the feature; 1: only the second). Of {len(relative):,} active features, "
-        f"{counts['first_alone']:,} are written to the first model "
-        f"alone (relative norm up to {EXCLUSIVE:g}), {counts['second_alone']:,} to the second alone (from "
-        f"{1 - EXCLUSIVE:g}), {counts['shared']:,} to both. No control is run here; a crosscoder of a model "
-        "against itself is one.",
+        "x: relative norm, the second model's share of a feature's decoder norms (0: only the first model "
+        f"has the feature; 1: only the second). y: number of features. Of {len(relative):,} active features, "
+        f"{counts['first_alone']:,} are written to the first model alone (relative norm up to "
+        f"{EXCLUSIVE:g}), {counts['second_alone']:,} to the second alone (from {1 - EXCLUSIVE:g}), "
+        f"{counts['shared']:,} to both. No control is run here; a crosscoder of a model against itself is "
+        "one.",
     )
     yield from together("relative_norms", f"Features of {name}", histogram, caption=histogram.caption)
 

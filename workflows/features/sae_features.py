@@ -156,9 +156,9 @@ class SaeFeatures(PromptFeaturesWorkflow):
         grid = Heatmap.of(
             self._grid({row["index"] for position in shown_positions for row in position["top"][:3]}),
             "Activations of the strongest features, by token",
-            "Each cell: activation of one feature at one token. Features shown are among the three strongest "
-            "of any token but the first, which is an attention sink; they are ordered by the token of their "
-            "largest activation.",
+            "Each cell: activation of one feature (row) at one token (column). Features shown are among the "
+            "three strongest of any token but the first, which is an attention sink. They are ordered by the "
+            "token of their largest activation.",
             low=0.0,
         ).without_first_token()
         title = f"Features active at {self.hook} of {self.subject.name}"

@@ -310,8 +310,9 @@ class CharacterCountHelix(ModelWorkflow):
         curves = numbered["projection"][..., :4].transpose("layer", "component", "count")
         centred = "centred " if geometry.attrs["centred"] else ""
         bands = (
-            f"Each cell: cosine between the {centred}mean states of two character counts. Positive bands "
-            "beside the diagonal: the curve of means winds back to an earlier direction (ringing)."
+            f"Each cell: cosine between the {centred}mean states of two character counts (row, column). "
+            "Positive bands beside the diagonal: the curve of means winds back to an earlier direction "
+            "(ringing)."
         )
         square: dict[str, Any] = {name: tuple(map(str, counts)) for name in ("rows", "columns")}
         ends: dict[str, Any] = {"low": -1.0, "high": 1.0}
@@ -320,8 +321,9 @@ class CharacterCountHelix(ModelWorkflow):
             for title, caption, sources, make in (
                 (
                     "Ringing",
-                    ("Cosine between the mean states of two character counts, averaged over all pairs of "
-                    "counts with the same difference. Dashed: the same with counts shuffled among tokens."),
+                    ("x: difference of two character counts. y: cosine between their mean states, averaged "
+                    "over all pairs of counts with this difference. Dashed: control, counts shuffled among "
+                    "tokens."),
                     ("geometry", "control"),
                     lambda layer: Lines.of(
                         ringing_curves.sel(layer=layer),
@@ -341,8 +343,8 @@ class CharacterCountHelix(ModelWorkflow):
                 ),
                 (
                     "Principal components of the curve",
-                    ("Projection of the mean state of each character count on the first principal components "
-                    "of these means. All curves have the same scale."),
+                    ("x: character count. y: projection of its mean state on a principal component of these "
+                    "means. One curve per component, all on the same scale."),
                     ("geometry",),
                     lambda layer: Lines.of(
                         curves.sel(layer=layer), x_name="characters since the line start", apart=True
@@ -353,7 +355,8 @@ class CharacterCountHelix(ModelWorkflow):
         along: dict[str, Any] = {"control": "shuffled counts", "low": 0.0, "high": 1.0, "at": shown}
         scores = self.r2.sel(layer=layers).transpose("counts", "layer")
         scores = scores.assign_coords(counts=[f"{counts} counts" for counts in scores["counts"].values])
-        marked = f"Dashed: counts shuffled among tokens. Marked: layer {shown}, which the other panels show."
+        marked = f"Dashed: control, counts shuffled among tokens. Marked: layer {shown}, which the other "
+        "panels show."
         readout = Lines.of(
             scores,
             "Linear regression of the count",

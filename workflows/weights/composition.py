@@ -211,7 +211,7 @@ class Composition(ModelWorkflow):
                 title,
                 "Each cell: the largest value of any pair of heads of two layers, one that writes (row) and "
                 "one that reads (column). Value: composition score minus its mean with random rotations of "
-                "the writing head.",
+                "the writing head (control).",
                 **options,
             )
         writes, reads = (

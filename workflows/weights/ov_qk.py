@@ -200,8 +200,8 @@ class OvQk(ModelWorkflow):
         by_head = Heatmap.of(
             self.copying["copying"].transpose("layer", "head"),
             "Copying score",
-            "Each cell: copying score of one head, from the weights alone. 1: attending to a token raises "
-            "its own logit; -1: lowers it.",
+            "Each cell: copying score of one head (column) of one layer (row), from the weights alone. 1: "
+            "attending to a token raises its own logit; -1: it lowers it.",
             sources=("copying",),
             diverging=True,
             low=-1.0,
