@@ -57,8 +57,8 @@ STATISTICS = {
     "entropy": (
         "Entropy",
         (
-            "Each cell: entropy of the attention weights of one head (column) of one layer (row), in nats, mean "
-            "over queries. 0: all weight on one key."
+            "Each cell: entropy of the attention weights of one head (column) of one layer (row), in nats, "
+            "mean over queries. 0: all weight on one key."
         ),
     ),
     "bos_share": (
@@ -72,8 +72,8 @@ STATISTICS = {
     "distance": (
         "Distance",
         (
-            "Each cell: mean number of tokens from the attended key to the query, for one head (column) of one "
-            "layer (row)."
+            "Each cell: mean number of tokens from the attended key to the query, for one head (column) of "
+            "one layer (row)."
         ),
     ),
 }
