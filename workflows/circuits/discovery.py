@@ -236,8 +236,7 @@ class CircuitDiscovery(CircuitWorkflow):
             title=f"{task}: {shown} of the circuit's {len(document['edges'])} edges, largest |score| first",
             caption=f"One row per edge, from the output of one node to the input of a later one. {NAMES} "
             f"{_summary(document)}. Score: gradient estimate of how much the metric changes, in {unit}, when "
-            f"this edge alone is corrupted{measured}. Scores are means over the pairs on which edges were "
-            "chosen.",
+            f"this edge alone is corrupted{measured}. Mean over the pairs on which edges were chosen.",
             sources=tuple(name for name in self.nodes if name.startswith(f"{task}_")),
         )
 
