@@ -248,8 +248,8 @@ class CounterFactPatches(PairWorkflow):
             ),
         )
         label = (
-            f"{format_text(pair['label'])}. Each cell: states of one token in one block of layers patched. "
-            "Framed: the most likely next token changes."
+            f"{format_text(pair['label'])}. Each cell: states of one token (column) patched in one block of "
+            "layers (row). Framed: the most likely next token changes."
         )
         example = replace(maps[0], title="One pair: KL of every patch", caption=label)
         title = f"Where patching changes the fact that {model} predicts"

@@ -329,8 +329,8 @@ class LogitAttribution(ModelWorkflow):
             yield Figure(
                 name=f"logit_attribution_{i}",
                 title=f"Direct logit attribution in {name}: {self.contrast(self.document(i))}",
-                caption=f"Shares of the {attributed} at the last token of '{format_text(self.texts[i])}', in "
-                "logits.",
+                caption=f"Share: what a component adds to the {attributed} at the last token of "
+                f"'{format_text(self.texts[i])}', in logits.",
                 panels=(
                     *self._parts(shares.isel(prompt=[i])),
                     *([_neurons(neurons)] if neurons else []),
@@ -340,8 +340,8 @@ class LogitAttribution(ModelWorkflow):
             yield Figure(
                 name="logit_attribution_mean",
                 title=f"Direct logit attribution in {name}: {attributed}",
-                caption=f"Shares of the {attributed} at the last token, in logits, mean of {n_prompts} "
-                "prompts. Thin lines: 10 % to 90 % quantiles over prompts.",
+                caption=f"Share: what a component adds to the {attributed} at the last token, in logits, mean "
+                f"of {n_prompts} prompts. Thin lines: 10 % to 90 % quantiles over prompts.",
                 panels=self._parts(shares),
             )
 

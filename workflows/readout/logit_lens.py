@@ -274,7 +274,7 @@ class LogitLens(ModelWorkflow):
             f"'{format_text(self.texts[i])}' …",
             caption="One row per layer: the most likely next tokens, with their probabilities, when the "
             "residual stream after that layer is decoded at the end of the prompt. Entropy: of the decoded "
-            "distribution; KL: its divergence from the last layer's; both in nats.",
+            "distribution, in nats. KL: of this distribution from that of the last layer, in nats.",
         )
 
     def _answers_table(self, answers: xr.Dataset) -> Table:
