@@ -340,8 +340,8 @@ class LogitAttribution(ModelWorkflow):
             yield Figure(
                 name="logit_attribution_mean",
                 title=f"Direct logit attribution in {name}: {attributed}",
-                caption=f"Share: what a component adds to the {attributed} at the last token, in logits, mean "
-                f"of {n_prompts} prompts. Thin lines: 10 % to 90 % quantiles over prompts.",
+                caption=f"Share: what a component adds to the {attributed} at the last token, in logits, "
+                f"mean of {n_prompts} prompts. Thin lines: 10 % to 90 % quantiles over prompts.",
                 panels=self._parts(shares),
             )
 
