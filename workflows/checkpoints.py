@@ -182,8 +182,8 @@ class Checkpoints(Workflow):
         )
         return Lines(
             title=example.text,
-            caption="Effect that this claim of the workflow finds, by revision of the model. Dashed: 95 % "
-            f"range of the control, {example.null.of}.",
+            caption="x: revision (training checkpoint) of the model. y: the effect that this claim of the "
+            f"workflow measures. Dashed: control, the 95 % range of {example.null.of}.",
             x=tuple(self.by_revision),
             x_name="revision",
             y_name="effect",
@@ -196,8 +196,8 @@ class Checkpoints(Workflow):
         shown = list(self.numbers.items())[:_MOST]
         return Lines(
             title="Numbers of the answer",
-            caption="One curve per number at the top level of the JSON document that is not the same in all "
-            f"revisions; at most {_MOST} of them.",
+            caption="x: revision of the model. y: value in the JSON document. One curve per number at the "
+            f"top level of the document that differs between revisions; at most {_MOST} of them.",
             x=tuple(self.by_revision),
             x_name="revision",
             y_name="value",
@@ -232,8 +232,8 @@ class Checkpoints(Workflow):
             ("commit", lambda record: record["commit"][:12]),
             *((f"claim {number + 1}", cell_of_claim(number)) for number in range(most)),
             title=f"{len(records)} revisions of {self.settings.model}",
-            caption="One row per revision of the model, with the effect and the verdict of each claim; "
-            "claims in the order of the curves. A dash: this revision makes no such claim.",
+            caption="One row per revision of the model. Claim 1, claim 2, …: effect and verdict of each "
+            "claim, in the order of the curves. A dash: this revision makes no such claim.",
             json={"checkpoints": records},
         )
 

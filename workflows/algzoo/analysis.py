@@ -297,11 +297,13 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             ("inhibited by", "held_by"),
             strong=lambda card: card["neuron"] == self.neuron,
             title="Roles and ablations of neurons",
-            caption="One row per neuron of the RNN. Role: the function of the input that its final state is "
-            f"most correlated with, if the correlation is {THRESHOLD} or more; this is no evidence of a "
-            f"cause. Change of {self.measure}: by ablating the neuron. Excited, inhibited by: neurons with "
-            "the two largest positive and negative recurrent weights into it. Bold: the neuron of the claim, "
-            "whose ablation costs most on other samples.",
+            caption="One row per neuron of the RNN. Role: the kind of function of the input that its final "
+            f"state is most correlated with, if the correlation is {THRESHOLD} or more; this is no evidence "
+            f"of a cause. Change of {self.measure}: of the network with the neuron ablated, minus that of "
+            "the unchanged network. Input weight, self weight: from the input and from the neuron itself. "
+            "Excited by, inhibited by: the two neurons with the largest positive, or negative, recurrent "
+            "weights into this one. Bold: the neuron of the claim, whose ablation costs most on other "
+            "samples.",
             sources=("roles", "ablation"),
             json={"neurons": cards, "baseline": float(ablation["baseline"])},
         )
@@ -315,8 +317,9 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         }
         single = Bars(
             title="Ablation of one neuron",
-            caption=f"Change of {self.measure} when one neuron of the RNN is ablated. Line: median over "
-            "random bases of the state, each with the direction whose ablation costs most.",
+            caption=f"x: the neuron of the RNN that is ablated. y: {self.measure} with this neuron ablated, "
+            "minus that of the unchanged network. Line: control, the median over random bases of the state; "
+            "in each basis, the direction is ablated whose ablation costs most.",
             x=tuple(labels),
             lines=(Line("delta", ablation["delta"].values),),
             x_name="neuron",
@@ -329,15 +332,16 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             Heatmap.of(
                 pair_delta,
                 "Ablation of two neurons",
-                f"Each cell: change of {self.measure} when two neurons are ablated together.",
+                f"Each cell: {self.measure} with two neurons (row, column) ablated together, minus that of "
+                "the unchanged network.",
                 **options,
                 sources=("ablation",),
             ),
             Heatmap.of(
                 interaction,
                 "Interaction of two neurons",
-                f"Each cell: change of {self.measure} by ablating both neurons, minus the changes by "
-                "ablating each alone; below 0, each can replace the other.",
+                f"Each cell: change of {self.measure} by ablating two neurons (row, column) together, minus "
+                "the changes by ablating each alone. Below 0: each can replace the other.",
                 **options,
                 sources=("ablation",),
             ),
@@ -355,8 +359,9 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         cards_view = Heatmap.of(
             by_time,
             "Correlation of final states with functions of the input",
-            "Each cell: absolute correlation, over samples, of one neuron's final state with the most "
-            "correlated function of the input in one role.",
+            "Each cell: absolute correlation, over samples, of the final state of one neuron (row) with a "
+            "function of the input. Column: role, a kind of such functions; the most correlated one is "
+            "taken.",
             row_name="neuron",
             column_name="role",
             value_name="correlation",
@@ -396,9 +401,9 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             curves,
             start=self.neuron,
             title="Correlation of states with functions of the input, by step",
-            caption="Absolute correlation, over samples, of one neuron's state after each number of the "
-            "input with functions of the numbers read so far; one curve per role, for its most correlated "
-            "function.",
+            caption="x: number of inputs read so far. y: absolute correlation, over samples, of one neuron's "
+            "state with a function of these inputs. One curve per role, a kind of such functions; it follows "
+            "the most correlated function of that kind.",
             sources=("roles",),
             json={
                 "roles_by_time": {
@@ -431,10 +436,10 @@ class StoicheiaAnalysis(AlgZooWorkflow):
             ("open gates", lambda row: f"{row['active']} of {gates}"),
             ("linear map in the region, a row per output", lambda row: _matrix(row["map"])),
             title=f"{regions.sizes['region']} linear regions in {n_samples:,} samples",
-            caption="One row per linear region: a set of inputs with the same open ReLUs (gates), one per "
-            "neuron and step, on which the network is one linear map. Share: of the samples. At most "
-            f"2^{gates} regions are possible; {100 * float(regions['active_fraction']):.1f} % of all gates "
-            "are open, mean over samples.",
+            caption="One row per linear region: a set of inputs with the same open ReLUs, on which the "
+            "network is one linear map. A gate is the ReLU of one neuron at one step. Share: of the samples. "
+            f"At most 2^{gates} regions are possible. On average over samples, "
+            f"{100 * float(regions['active_fraction']):.1f} % of all gates are open.",
             sources=("regions",),
             json={
                 "regions": {
@@ -523,12 +528,13 @@ class StoicheiaAnalysis(AlgZooWorkflow):
                 lambda answers: f"{answers:,.0f}" if np.isfinite(answers) else "any number",
             ),
             title="Surprise accounting",
-            caption="One row per explanation of the network and level of noise on its weights. Agreement: "
-            "share of samples on which explanation and network answer alike. Explanation bits: length of the "
-            f"explanation; residual bits: needed to encode the network's answers to {n_samples:,} samples "
-            "given the explanation; selection bits: those of all weights at that level of noise. The "
-            "bound holds if explanation and residual bits together are at most the selection bits. Ratio: of "
-            "both sides; holds up to: number of answers for which the bound would hold.",
+            caption="One row per explanation of the network and per level of noise on its weights. "
+            "Agreement: share of samples on which explanation and network give the same answer. Explanation "
+            "bits: length of the explanation. Residual bits: length of the network's answers to "
+            f"{n_samples:,} samples if the explanation is known. Selection bits: information in all weights "
+            "at that level of noise. Bound: it holds if explanation and residual bits together are at most "
+            "the selection bits. Ratio: of both sides of the bound. Holds up to: number of answers for which "
+            "the bound would hold.",
             sources=("surprise",),
             json={"surprise": _account(surprise)},
         )
@@ -549,9 +555,10 @@ class StoicheiaAnalysis(AlgZooWorkflow):
         ]
         view = Lines(
             title="Error of an accuracy estimated from samples",
-            caption="Mean squared error of the accuracy when it is estimated from a number of samples: of "
-            "the network's answers (expected and measured), and of the answers of each explanation in its "
-            "place, whose error does not fall below the explanation's bias.",
+            caption="x: number of samples from which the accuracy is estimated. y: mean squared error of "
+            "this estimate. Curves: estimates from the network's own answers (expected and measured), and "
+            "from the answers of each explanation in its place. The error of an explanation does not fall "
+            "below its bias.",
             x=tuple(rising["samples"].values.tolist()),
             lines=tuple(lines),
             x_name="samples",

@@ -277,8 +277,9 @@ class StoicheiaSweep(Workflow):
         )
         all_seeds = Lines(
             title=f"{name} of the best seed (line) and of every seed (dots)",
-            caption=f"{name} of networks by width, one line per length of the input. Seeds of one size "
-            "differ where training ends in different local minima.",
+            caption=f"x: width, the number of neurons. y: {name}. One line per number of inputs, through the "
+            "best seed; dots: all seeds. Seeds of one size differ because training ends in different local "
+            "minima.",
             x=tuple(str(hidden) for hidden in self.settings.hidden),
             lines=tuple(
                 Line(f"{n} numbers", best.sel(sequence=n).values, dots=last.sel(sequence=n).values)
@@ -299,8 +300,9 @@ class StoicheiaSweep(Workflow):
         is_log = min(self.trained) > 0  # the untrained network, at 0, is not on a logarithmic axis
         return Lines(
             title=f"{name} in the course of training",
-            caption=f"Best {name} of {len(self.settings.seeds)} seeds by number of training sequences; one "
-            "curve per width and length of the input. All checkpoints of a seed are of one training"
+            caption=f"x: number of training sequences. y: {name} of the best of {len(self.settings.seeds)} "
+            "seeds. One curve per width (number of neurons) and number of inputs. All checkpoints of a seed "
+            "come from one training"
             + (
                 "."
                 if self.settings.zoo

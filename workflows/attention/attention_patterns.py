@@ -133,8 +133,10 @@ class AttentionPatterns(ModelWorkflow):
             )
             yield Attention(
                 title=f"Attention of each head in '{format_text(self.prompt)}'",
-                caption="Point at a token, or move with the arrow keys. The weights of a query sum to 1 over "
-                "its keys. Weights alone do not show what a head writes, nor whether its output matters.",
+                caption="For each head: attention weights from one token, the query, to all tokens, its "
+                "keys. The weights of a query sum to 1. Point at a token to make it the query, or move with "
+                "the arrow keys. Weights alone do not show what a head writes, nor whether its output "
+                "matters.",
                 tokens=tokens,
                 layers=tuple(pattern["layer"].values.tolist()),
                 pattern=pattern.values,
@@ -152,7 +154,8 @@ class AttentionPatterns(ModelWorkflow):
         yield Lines.of(
             stacked("heads", parts),
             f"Attention weight from {query_name} to {key_name}",
-            f"Weight of one attention edge by layer: mean, largest and smallest over the heads of the layer. "
+            "x: layer. y: weight of one attention edge, from a query to a key. Curves: mean, largest and "
+            "smallest weight over the heads of the layer. "
             f"{self._key_choice(query_name, key_name)}".rstrip(),
             control="smallest head",
             y_name="attention weight",
@@ -163,8 +166,8 @@ class AttentionPatterns(ModelWorkflow):
         by_layer = Heatmap.of(
             mean.isel(query_position=self.query, key_position=slice(self.query + 1)),
             f"Attention weights of {query_name}",
-            f"Each cell: weight of {query_name} on one key in one layer, mean over heads. Framed: the layer "
-            f"with the largest weight on {key_name}.",
+            f"Each cell: attention weight from {query_name} to one key (column) in one layer (row), mean "
+            f"over heads. Framed: the layer with the largest weight on {key_name}.",
             columns=tokens[: self.query + 1],
             column_name="key",
             value_name="weight",
@@ -174,8 +177,8 @@ class AttentionPatterns(ModelWorkflow):
         all_queries = Heatmap.of(
             mean.sel(layer=peak),
             f"All queries, in layer {peak}",
-            "Each cell: attention weight of one query on one key, mean over heads, in the layer with the "
-            f"largest weight from {query_name} to {key_name}.",
+            "Each cell: attention weight of one query (row) on one key (column), mean over heads. Shown is "
+            f"the layer with the largest weight from {query_name} to {key_name}.",
             rows=tokens,
             columns=tokens,
             row_name="query",
@@ -186,7 +189,8 @@ class AttentionPatterns(ModelWorkflow):
         by_head = Heatmap.of(
             edge,
             "Weight of one edge by head",
-            f"Each cell: attention weight of one head from {query_name} to {key_name}.",
+            f"Each cell: attention weight from {query_name} to {key_name} in one head (column) of one layer "
+            "(row).",
             value_name="weight",
             low=0.0,
         )
@@ -243,8 +247,8 @@ class AttentionPatterns(ModelWorkflow):
             *((name, partial(attended, rank)) for rank, name in enumerate(rank_names)),
             title=f"Attention weights of {tokens[self.query]!r} ({self.query}), mean over the heads of "
             f"{self.subject.name}",
-            caption="One row per layer. Largest, 2nd, …: keys with the largest attention weights of this "
-            "query, among all keys but the first token, an attention sink. The weight on "
+            caption="One row per layer. First token: weight on the first token, an attention sink. Largest, "
+            "2nd, …: the other keys with the largest attention weights of this query. The weight on "
             f"{tokens[key]!r} ({key}) is largest in layer {peak}: {weight:.3f}.",
             json={"layers": layers},
         )
@@ -266,8 +270,8 @@ class AttentionPatterns(ModelWorkflow):
             ("mean", "weight", ".3f"),
             ("largest head", largest, str),
             title=f"Attention weights on {tokens[key]!r} ({key}) in layer {peak}, by query",
-            caption="One row per query position. Mean: over all heads of the layer; largest head: the "
-            f"largest weight of a single head. For the query {tokens[self.query]!r} ({self.query}) the mean "
-            f"is {incoming[self.query]:.3f}.",
+            caption=f"One row per query: a token that may attend to {tokens[key]!r}. Mean: its attention "
+            "weight, mean over all heads of the layer. Largest head: the largest weight of a single head. "
+            f"For the query {tokens[self.query]!r} ({self.query}) the mean is {incoming[self.query]:.3f}.",
             json={"incoming": readers},
         )

@@ -56,11 +56,26 @@ LOOKS = {
 STATISTICS = {
     "entropy": (
         "Entropy",
-        "Entropy of each head's attention weights in nats, mean over queries; 0: all weight on one key.",
+        (
+            "Each cell: entropy of the attention weights of one head (column) of one layer (row), in nats, "
+            "mean over queries. 0: all weight on one key."
+        ),
     ),
-    "bos_share": ("On the first token", "Share of each head's attention weight on the first token."),
-    "current_share": ("On the current token", "Share of each head's attention weight on the query itself."),
-    "distance": ("Distance", "Mean number of tokens from the attended key to the query, for each head."),
+    "bos_share": (
+        "On the first token",
+        "Each cell: share of the weight of one head (column) of one layer (row) on the first token.",
+    ),
+    "current_share": (
+        "On the current token",
+        "Each cell: share of the weight of one head (column) of one layer (row) on the query itself.",
+    ),
+    "distance": (
+        "Distance",
+        (
+            "Each cell: mean number of tokens from the attended key to the query, for one head (column) of "
+            "one layer (row)."
+        ),
+    ),
 }
 """Title and caption of the heatmap of each statistic of a head's attention."""
 SCORES = ("score", "spread", "control")
@@ -265,10 +280,11 @@ class HeadDetection(ModelWorkflow):
             *((name, key, ".2f") for name, key in COLUMNS.items()),
             ("distance", "distance", ".1f"),
             title=f"Heads of {model} on {self.text_read}",
-            caption=f"The heads with the largest score of each kind. Score: {self.measure}, ± standard "
-            "deviation over prompts; shuffled: control, the score at the same positions of shuffled tokens; "
-            "entropy: of the attention weights, in nats; BOS, own: share of the weight on the first and on "
-            "the current token; distance: mean number of tokens from key to query.",
+            caption="One row per head: those with the largest score of each kind. Kind: what a head attends "
+            f"to, for instance the previous token. Score: {self.measure}, ± standard deviation over prompts. "
+            "Shuffled: control, the score at the same positions of shuffled tokens. Entropy: of the "
+            "attention weights, in nats. BOS, own: share of the weight on the first and on the current "
+            "token. Distance: mean number of tokens from key to query.",
             json={**self.subject.about, "read": self.text_read, **self._json(data, best)},
         )
         scores, control_scores = (
@@ -331,13 +347,16 @@ class HeadDetection(ModelWorkflow):
         title, attended = LOOKS[kind]
         titles = (
             f"{title}, best: layer {best['layer']}, head {best['head']}",
-            f"How much each head attends to {attended}: {self.measure}. Framed: the best head.",
+            (
+                f"Each cell: how much one head (column) of one layer (row) attends to {attended}: "
+                f"{self.measure}. Framed: the best head."
+            ),
         )
         shuffled_titles = (
             f"{title}, shuffled tokens",
             (
-                "Control: score of each head at the same positions, with the tokens of every repetition "
-                "shuffled. Framed: the best head on unshuffled tokens."
+                "Control. Each cell: score of one head (column) of one layer (row) at the same positions, "
+                "with the tokens of every repetition shuffled. Framed: the best head on unshuffled tokens."
             ),
         )
         row = self.scores["layer"].values.tolist().index(best["layer"])

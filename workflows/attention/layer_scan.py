@@ -246,8 +246,9 @@ class LayerScan(ModelWorkflow):
         )
         means = Lines(
             title="Attention from marker to target",
-            caption="Attention weight from the marker to its targets, mean over heads and targets, by layer. "
-            "Lines: mean over the samples of a condition; bands: one standard deviation; dots (in figures): "
+            caption="The marker is the token whose attention is read; its targets are the tokens attended "
+            "to. x: layer. y: attention weight from marker to targets, mean over heads and targets. One line "
+            "per condition, the mean over its samples. Bands: one standard deviation. Dots (in figures): "
             "single samples.",
             x=tuple(self.layers),
             x_name="layer",
@@ -266,9 +267,10 @@ class LayerScan(ModelWorkflow):
         )
         p_values = Bars(
             title="P-value of the difference",
-            caption="Welch's t test, in each layer, of whether attention from marker to target differs "
-            f"between {self.conditions[0]} and {self.conditions[1]}; not corrected for the number of layers. "
-            f"Grey: less attention in {self.conditions[0]}. {verdict}",
+            caption="x: layer. y: -log10 of the p-value (Welch's t test) of a difference between "
+            f"{self.conditions[0]} and {self.conditions[1]} in the attention from marker to target. It is "
+            f"not corrected for the number of layers. Coloured: more attention in {self.conditions[0]}; "
+            f"grey: less. {verdict}",
             x=tuple(map(str, self.layers)),
             x_name="layer",
             y_name="-log10 p",
@@ -289,12 +291,13 @@ class LayerScan(ModelWorkflow):
         conversion = self.conversion
         notes = [
             (
-                "One row per layer. A, B: attention weight from the marker to its targets, mean over heads, "
-                f"± standard deviation over {counts[0]} samples of A and {counts[1]} of B."
+                "One row per layer. A, B: attention weight from the marker (the token whose attention is "
+                "read) to its targets (the tokens attended to), mean over heads, ± standard deviation over "
+                f"{counts[0]} samples of A and {counts[1]} of B. A/B: ratio of both means."
             ),
             (
-                f"t, df, p: Welch's t test, two-sided, not corrected for {len(self.layers)} layers. Bold: "
-                "the smallest p with more attention in A."
+                "t, df, p: Welch's t test of the difference, two-sided, not corrected for "
+                f"{len(self.layers)} layers. Bold: the smallest p with more attention in A."
             ),
         ]
         if conversion.fuzzy_matches:

@@ -266,9 +266,8 @@ class AblationOfEach(KnownWorkflow):
         counts, totals = self.known_counts
         return (
             f"The {self.unit} was chosen as the one whose ablation has the largest mean KL "
-            f"({float(self.candidates.mean.max()):.3f} nats) on {counts[CHOSEN_ON]} of {totals[CHOSEN_ON]} "
-            f"other facts, those that the model answers correctly. It is scored on {counts[SCORED]} held-out "
-            f"facts. The last claim is a comparison: the {self.unit} with the smallest mean "
+            f"({float(self.candidates.mean.max()):.3f} nats), on {counts[CHOSEN_ON]} of {totals[CHOSEN_ON]} "
+            f"other facts: those that the model answers correctly. It is scored on {counts[SCORED]} held-out "
             f"KL.{self.described}"
         )
 
@@ -314,14 +313,15 @@ class AblationOfEach(KnownWorkflow):
                 "heads",
                 self.units,
                 "KL when a head is ablated",
-                f"Each cell: one head's output is replaced by {instead}. {KL_CAPTION}",
+                f"Each cell: the output of one head (column) of one layer (row) is replaced by {instead}. "
+                f"{KL_CAPTION}",
             ),
             self._loss(
                 "layers",
                 layers,
                 "KL when attention or MLP is ablated",
-                f"Each cell: the output of one layer's attention or MLP is replaced by {instead}. "
-                f"{KL_CAPTION}",
+                "Each cell: the output of the attention or MLP (column) of one layer (row) is replaced by "
+                f"{instead}. {KL_CAPTION}",
             ),
         ]
         if self.pieces:
@@ -345,8 +345,8 @@ class AblationOfEach(KnownWorkflow):
         return Heatmap.of(
             change.assign_attrs(long_name=f"change of the probability of {word!r}", units="points"),
             title,
-            f"Change of the probability of {word!r}, in percentage points, by each ablation. It is "
-            f"{format_probability(self.clean)} in the unchanged run; below zero, the ablation lowers it.",
+            f"Each cell: probability of {word!r} with one output ablated, minus that of the unchanged run "
+            f"({format_probability(self.clean)}), in percentage points. Below 0: the ablation lowers it.",
             sources=(name,),
             diverging=True,
         )
@@ -390,7 +390,10 @@ class AblationOfEach(KnownWorkflow):
         kl = f"One row per {self.unit}, ablated alone. {KL_CAPTION}"
         if not self.pieces:
             return kl
-        return f"{kl} Last column: change of the probability of {self.word!r}, in percentage points."
+        return (
+            f"{kl} Last column: probability of {self.word!r} with this {self.unit} ablated, minus that of "
+            "the unchanged run, in percentage points."
+        )
 
     def _about(self) -> dict[str, Any]:
         """Fields of the JSON document that describe the prompt and the target."""

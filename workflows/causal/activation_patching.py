@@ -186,11 +186,11 @@ class ActivationPatchingTrace(KnownWorkflow):
         counts = [int(self.counts(name).sum()) for name in ("choice", "scored")]
         return (
             "Recovery: share of the difference between the clean and the corrupted run that one patch brings "
-            "back. For each kind of activation, the claim is about the layer and position with the largest "
-            f"mean recovery on {counts[0]} other pairs of prompts, those whose answer the model predicts. "
-            f"The last claim is a comparison: the place of {self.claimed_kinds[0]} with the mean recovery "
-            f"nearest to 0. Places are scored on {counts[1]} pairs. Control: patching in the activation of "
-            f"one of {self.num_donors} unrelated prompts per pair."
+            "back. There is one claim per kind of activation. Its layer and position have the largest mean "
+            f"recovery on {counts[0]} other pairs of prompts, those whose answer the model predicts. The "
+            f"last claim is a comparison: the layer and position of {self.claimed_kinds[0]} with the mean "
+            f"recovery nearest to 0. All are scored on {counts[1]} pairs. Control: patching in the "
+            f"activation of one of {self.num_donors} unrelated prompts per pair."
         )
 
     @property
@@ -329,10 +329,10 @@ class ActivationPatchingTrace(KnownWorkflow):
             grids = {kind: self._grid(pair, kind, percent) for kind, percent in self.recovered(i).items()}
             yield Choice(
                 title=put,
-                caption=f"Recovery: share of {MEASURES[self.settings.metric]} that comes back when one "
-                "activation of the clean run replaces that of the corrupted run. 0 %: as in the corrupted "
-                "run; 100 %: as in the clean run; below 0 %: farther from the clean run than the corrupted "
-                "run is.",
+                caption="Each cell: recovery when one activation of the clean run replaces that of the "
+                f"corrupted run. Recovery: share of {MEASURES[self.settings.metric]} that comes back. 0 %: "
+                "as in the corrupted run; 100 %: as in the clean run; below 0 %: farther from the clean run "
+                "than the corrupted run is.",
                 sources=self.sources(i),
                 name="patched",
                 options=tuple(grids.items()),
@@ -340,8 +340,8 @@ class ActivationPatchingTrace(KnownWorkflow):
             yield Figure(
                 name=f"activation_patching_{i}",
                 title=f"Recovery of the difference between two prompts in {self.subject.name}",
-                caption=f"Activations of {put}, one at a time. 0 %: prediction of the corrupted prompt; "
-                "100 %: prediction of the clean prompt.",
+                caption=f"Each cell: recovery by patching {put}, one activation at a time. 0 %: prediction "
+                "of the corrupted prompt; 100 %: prediction of the clean prompt.",
                 panels=(*grids.values(), *([self.findings] if self.makes_claims else [])),
             )
             yield self._places(i, f"{self.subject.name}: {put}")
@@ -372,8 +372,9 @@ class ActivationPatchingTrace(KnownWorkflow):
         return Heatmap.of(
             percent,
             NAMES[kind],
-            f"Recovery by patching {kind} of one layer at one {'head' if is_by_head else 'position'}. "
-            f"Largest: {best['recovery']:.0f} % in layer {best['layer']}, {best_place}.{frame_note}",
+            f"Each cell: recovery by patching {kind} of one layer (row) at one "
+            f"{'head' if is_by_head else 'position'} (column). Largest: {best['recovery']:.0f} % in layer "
+            f"{best['layer']}, {best_place}.{frame_note}",
             value_name=f"recovered by patching {kind}",
             unit="%",
             low=-100.0,
@@ -402,10 +403,10 @@ class ActivationPatchingTrace(KnownWorkflow):
             ]
         patched_axes = {"head" if _by_head(kind) else "position" for kind in percent}
         caption = (
-            f"One row per layer. Percentages: share of {MEASURES[self.settings.metric]} that comes back when "
-            "the activation of the clean run is patched into the corrupted run, at the "
-            f"{' or '.join(sorted(patched_axes, reverse=True))} where it is largest. "
-            f"KL(clean || corrupted) is {self.by_run(i, 'kl')['corrupted']:.3f} nats."
+            f"One row per layer. Percentages: recovery, the share of {MEASURES[self.settings.metric]} that "
+            "comes back when one activation of the clean run is patched into the corrupted run. At: the "
+            f"{' or '.join(sorted(patched_axes, reverse=True))} where recovery is largest. KL(clean || "
+            f"corrupted) is {self.by_run(i, 'kl')['corrupted']:.3f} nats."
         )
         if self.settings.metric == "logit_difference":
             difference = "{clean:+.2f} clean, {corrupted:+.2f} corrupted."

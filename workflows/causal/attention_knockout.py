@@ -127,8 +127,9 @@ class AttentionKnockout(EdgeWorkflow):
         by_key = Heatmap.of(
             self.edges["kl"].transpose("layer", "key"),
             "KL when an edge is knocked out in all heads",
-            f"Each cell: in one layer, no head can attend from {names[query]} to one key. KL(unchanged run "
-            "|| knockout) of the next-token distribution, in nats. Framed: the edge in the table.",
+            f"Each cell: no head of one layer (row) can attend from {names[query]} to one key (column). "
+            "Value: KL(unchanged run || knockout) of the next-token distribution, in nats. Framed: the edge "
+            "in the table.",
             sources=("edges",),
             columns=tuple(f"{tokens[place]} ({place})" for place in self.edges["key"].values.tolist()),
             column_name="key",
@@ -140,8 +141,8 @@ class AttentionKnockout(EdgeWorkflow):
         by_head = Heatmap.of(
             self.heads["kl"].transpose("layer", "head"),
             "KL when one edge is knocked out in one head",
-            f"Each cell: one head cannot attend from {names[query]} to {names[key]}. KL(unchanged run || "
-            "knockout) of the next-token distribution, in nats.",
+            f"Each cell: one head (column) of one layer (row) cannot attend from {names[query]} to "
+            f"{names[key]}. Value: KL(unchanged run || knockout) of the next-token distribution, in nats.",
             sources=("heads",),
             low=0.0,
             json={"heads": _sweep_json(self.heads)},
@@ -161,10 +162,10 @@ class AttentionKnockout(EdgeWorkflow):
             ("head", lambda row: row["in_head"]["head"], "d"),
             ("KL, this head", lambda row: row["in_head"]["kl"], ".5f"),
             title=f"Attention edges from {names[query]} with the largest effect",
-            caption="One row per layer; KL divergence of the next-token distribution from that of the "
-            f"unchanged run, in nats. Key: the one for which knocking out the edge from {names[query]} in "
-            "all heads has the largest KL; weight: its attention weight before the knockout, mean over "
-            f"heads. Head: the one in which knocking out the edge to {names[key]} alone has the largest KL.",
+            caption="One row per layer. KL: of the next-token distribution from that of the unchanged run, "
+            f"in nats. Key: the token for which knocking out the edge from {names[query]} in all heads has "
+            "the largest KL. Weight: attention weight of this edge before the knockout, mean over heads. "
+            f"Head: the one in which knocking out the edge to {names[key]} alone has the largest KL.",
         )
 
     def _about(self) -> dict[str, Any]:

@@ -305,11 +305,11 @@ class CausalTrace(KnownWorkflow):
         n_known, total = ([number[name] for name in (CHOSEN_ON, SCORED)] for number in self.known_counts)
         return (
             "Rise: probability of the answer with one clean activation restored, minus that of the noised "
-            "run. For each kind of activation, the layer and position were chosen that have the largest mean "
-            "rise on other facts. A comparison claim is about the place with the mean rise nearest to 0. The "
-            f"model predicts the answer of {n_known[0]} of {total[0]} facts to choose on, of {n_known[1]} of "
-            f"{total[1]} held-out facts, and {'also' if self.says_answer else 'not'} of this prompt; claims "
-            "are about the facts that it predicts."
+            "run. For each kind of activation, the layer and position with the largest mean rise on other "
+            "facts were chosen. A comparison claim is about the layer and position with the mean rise "
+            f"nearest to 0. Claims are about the facts whose answer the model predicts: {n_known[0]} of "
+            f"{total[0]} facts to choose on and {n_known[1]} of {total[1]} held-out facts. The model does "
+            f"{'' if self.says_answer else 'not '}predict the answer of this prompt."
         )
 
     def _on_others(self, kind: str, place: tuple[int, ...], before: str = "") -> Claim:
@@ -385,8 +385,9 @@ class CausalTrace(KnownWorkflow):
             Heatmap.of(
                 grid["probability"].transpose("layer", "position"),
                 NAMES[kind],
-                f"Probability of {word!r} when noise is added to the framed tokens and {kind} of "
-                f"{_windowed(self.window_of(kind))} is restored from the clean run at one token. {runs_text}",
+                f"Each cell: probability of {word!r} when noise is added to the framed tokens and {kind} of "
+                f"{_windowed(self.window_of(kind))} is restored from the clean run at one token (column). "
+                f"{runs_text}",
                 sources=(kind,),
                 columns=tuple(f"{text} ({place})" for place, text in enumerate(texts)),
                 column_name="token",
@@ -411,8 +412,8 @@ class CausalTrace(KnownWorkflow):
             ("share recovered", "restored", "{:.0%}".format),
             title=f"{self.subject.name}: '{format_text(self.prompt)}' with noise on {self._noised_text()!r}",
             caption="One row per kind of restored activation, at the layer and token where restoring it "
-            f"gives the highest probability of {word!r}. {runs_text} Share recovered: share of that loss "
-            "which restoring brings back.",
+            f"gives the highest probability of {word!r}. {runs_text} Share recovered: part of the drop "
+            "between these two that restoring brings back.",
         )
 
     def _noised_text(self) -> str:

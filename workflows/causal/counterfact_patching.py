@@ -113,9 +113,9 @@ class CounterFactPatches(PairWorkflow):
     def claims_caption(self) -> str:
         """Caption of the claims: on which pairs the blocks were chosen and scored."""
         return (
-            "The block of layers was chosen in which patching most often makes the model predict the "
-            f"counterfactual prompt's next token, on {self.claimed_pairs()}. The last claim is a comparison: "
-            "the block in which it happens least often. Control: patching in states of "
+            "The block (of consecutive layers) was chosen in which patching most often makes the model "
+            f"predict the counterfactual prompt's next token, on {self.claimed_pairs()}. The last claim is a "
+            "comparison: the block in which it happens least often. Control: patching in states of "
             f"{self.settings.donors} unrelated prompts per pair."
         )
 
@@ -191,9 +191,10 @@ class CounterFactPatches(PairWorkflow):
             "total_different": different.sum(),
         }
         caption = (
-            "One row per block of layers. The states of one position are replaced by those of the "
-            "counterfactual prompt. Percentages: share of such patches, by type of the patched token, that "
-            "change the most likely next token. Mean KL: KL(original run || patched run) in nats."
+            "One row per block of consecutive layers. In it, the states of one position are replaced by "
+            "those of the counterfactual prompt. Columns: type of the patched token. Percentages: share of "
+            "such patches that change the most likely next token. Mean KL: KL(original run || patched run) "
+            "in nats."
         )
         if self.predicts:
             caption += " The next token is read at the last token of a fact."
@@ -220,9 +221,9 @@ class CounterFactPatches(PairWorkflow):
         maps = [self._map(i) for i in range(min(total, PAIRS))]
         yield Choice(
             title="How much does a patch change the next-token distribution?",
-            caption="Each cell: the states of one position, in one block of layers, are replaced by those of "
-            "the counterfactual prompt. Value: KL(original run || patched run) in nats. Framed: the most "
-            "likely next token changes.",
+            caption="Each cell: the states of one position (column) are replaced by those of the "
+            "counterfactual prompt, in one block of consecutive layers (row). Value: KL(original run || "
+            "patched run) in nats. Framed: the most likely next token changes.",
             name="pair",
             # strict=False: only the first PAIRS pairs have a map.
             options=tuple((pair.label, heatmap) for pair, heatmap in zip(self.pairs, maps, strict=False)),
@@ -231,8 +232,9 @@ class CounterFactPatches(PairWorkflow):
         names = TYPES | ({"fact_final": "last of the fact,\nwhich predicts"} if self.predicts else {})
         often = Bars(
             title="How often the next token changes",
-            caption=f"Share of patches that change the most likely next token, over {total} pairs of facts. "
-            "One position is patched at a time; bars by type of the patched token.",
+            caption="x: the block of consecutive layers that is patched. y: share of patches that change the "
+            f"most likely next token, over {total} pairs of facts. One position is patched at a time. Bars: "
+            "place of the patched token; the fact: the tokens that state it.",
             x=tuple(row["layers"] for row in rows),
             x_name="layers patched together",
             y_name="patches that change the next token",
@@ -246,8 +248,8 @@ class CounterFactPatches(PairWorkflow):
             ),
         )
         label = (
-            f"{format_text(pair['label'])}. Each cell: states of one token in one block of layers patched. "
-            "Framed: the most likely next token changes."
+            f"{format_text(pair['label'])}. Each cell: states of one token (column) patched in one block of "
+            "layers (row). Framed: the most likely next token changes."
         )
         example = replace(maps[0], title="One pair: KL of every patch", caption=label)
         title = f"Where patching changes the fact that {model} predicts"

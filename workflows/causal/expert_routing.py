@@ -147,9 +147,9 @@ class ExpertRouting(AblationOfEach):
         share = Heatmap.of(
             use["share"].transpose("layer", "expert"),
             "Tokens routed to each expert",
-            f"Share of the corpus's tokens that a layer routes to each expert. A token is routed to "
-            f"{self._sent} of {self._count} experts; with uniform routing each expert would process "
-            f"{self._sent / self._count:.0%} of tokens.",
+            "Each cell: share of the corpus's tokens that one layer (row) routes to one expert (column). A "
+            f"token is routed to {self._sent} of {self._count} experts. With uniform routing each expert "
+            f"would process {self._sent / self._count:.0%} of tokens.",
             value_name="share of tokens",
             low=0.0,
             sources=("use",),
@@ -159,8 +159,8 @@ class ExpertRouting(AblationOfEach):
             "experts",
             self.units,
             "KL when an expert is ablated",
-            f"Each cell: one expert's routing weight is replaced by {INSTEAD[self.settings.how]}. "
-            f"{KL_CAPTION}",
+            "Each cell: the routing weight of one expert (column) of one layer (row) is replaced by "
+            f"{INSTEAD[self.settings.how]}. {KL_CAPTION}",
         )
         panels: list[Any] = [share, kl, self._token_information()]
         if self.pieces:
@@ -191,9 +191,10 @@ class ExpertRouting(AblationOfEach):
             shuffled = (Line("shuffled", chance.mean(1), control=True, band=ends),)
         return Lines(
             title="How much a token determines its experts",
-            caption="Mutual information, in nats, between a token's id and the experts that process it, over "
-            "the corpus. Dashed: the same with shuffled token ids. A router with random weights also routes "
-            "by token, as hidden states depend on tokens: the difference is described, not claimed.",
+            caption="x: layer. y: mutual information, in nats, between a token's id and the experts that "
+            "process it, over the corpus. Dashed: control, the same with shuffled token ids. A router with "
+            "random weights also routes by token, as hidden states depend on tokens. So the difference is "
+            "described, not claimed.",
             x=tuple(use["layer"].values.tolist()),
             lines=(
                 Line("token and its experts", use["information"].values, strong=True),
@@ -242,9 +243,10 @@ class ExpertRouting(AblationOfEach):
             ("weight", "weight", ".2f"),
             ("top tokens", tokens_cell),
             title=f"Tokens that the experts of {self.subject.name} process",
-            caption="One row per expert. Tokens: share of all tokens of the corpus routed to it; weight: its "
-            "mean routing weight for them; top tokens: those of whose occurrences it processes the largest "
-            f"share, which is given in percent (tokens with at least {self.settings.least} occurrences).",
+            caption="One row per expert. Tokens: share of all tokens of the corpus that are routed to it. "
+            "Weight: its mean routing weight for them. Top tokens: those of which it processes the largest "
+            f"share of occurrences, with that share in percent (tokens with at least {self.settings.least} "
+            "occurrences).",
             sources=("use",),
             json={"readers": readers},
         )

@@ -107,10 +107,11 @@ class Routing(PairWorkflow):
     def claims_caption(self) -> str:
         """Caption of the claims: on which pairs the block and the heads were chosen and scored."""
         return (
-            "The block of layers and the head were chosen in which patching changes the last token's "
-            f"attention to the fact most, in the mean of {self.claimed_pairs()}. The last claim is a "
-            "comparison: the head with the smallest mean change. Control: patching in states of "
-            f"{self.settings.donors} unrelated prompts per pair."
+            "The fact: the tokens of the prompt that state it. The block of consecutive layers and the head "
+            "were chosen in which patching the subject changes the last token's attention to the fact most, "
+            f"in the mean of {self.claimed_pairs()}. The last claim is a comparison: the head with the "
+            f"smallest mean change. Control: patching in states of {self.settings.donors} unrelated prompts "
+            "per pair."
         )
 
     @cached_property
@@ -208,8 +209,10 @@ class Routing(PairWorkflow):
         maps = {layers_label(layers): self._map(mean.isel(block=i), mean) for i, layers in enumerate(blocks)}
         yield Choice(
             title="In which heads does attention to the fact change when the subject is patched?",
-            caption="Each cell: absolute change of the attention weight from the last token to the fact in "
-            f"one head, when the subject is patched in one block of layers; mean over {pairs} pairs.",
+            caption="Each cell: the attention weight from the last token to the fact in one head (column) of "
+            "one layer (row), with the subject patched minus without, as an absolute value; mean over "
+            f"{pairs} pairs. The fact: the tokens of the prompt that state it. The subject is patched in one "
+            "block of layers at a time.",
             name="layers patched",
             options=tuple(maps.items()),
         )
@@ -222,11 +225,11 @@ class Routing(PairWorkflow):
             ("change of attention", "avg_total_routing_shift", ".3f"),
             ("next token changes", "pct_is_different", "{:.1f} %".format),
             title=f"{model}: attention to the fact when its subject is patched, {pairs} pairs",
-            caption="One row per block of layers in which the subject's states are replaced by those of the "
-            "counterfactual prompt. Change of attention: absolute change of the last token's attention "
-            "weight to the fact, summed over all heads, mean over pairs. Next token changes: share of pairs "
-            f"whose most likely next token differs. Patched: the {SUBJECTS[rule]}, in the first pair "
-            f"{format_text(''.join(tokens))!r}.",
+            caption="One row per block of consecutive layers. In it, the subject's states are replaced by "
+            "those of the counterfactual prompt. Change of attention: the last token's attention weight to "
+            "the fact (the tokens that state it), patched minus unpatched run; absolute values summed over "
+            "all heads, mean over pairs. Next token changes: share of pairs whose most likely next token "
+            f"differs. Patched: the {SUBJECTS[rule]}, in the first pair {format_text(''.join(tokens))!r}.",
             json={
                 **self.about,
                 "n_heads": self.subject.config.attention_heads,
@@ -242,19 +245,20 @@ class Routing(PairWorkflow):
             ("in top 10", "pct_of_blocks", "{:.0f} %".format),
             ("mean absolute change", "avg_abs_delta", ".4f"),
             title="Heads whose attention to the fact changes most",
-            caption="One row per head; the change is that of the last token's attention weight to the fact "
-            f"when the subject is patched. In top {OFTEN}: share of the {count} combinations of a pair and a "
-            f"block in which the head is among the {OFTEN} heads with the largest change. Mean absolute "
-            "change: over these combinations.",
+            caption="One row per head. Its change: the last token's attention weight to the fact, with the "
+            f"subject patched minus without, as an absolute value. In top {OFTEN}: how often the head is "
+            f"among the {OFTEN} heads with the largest change, as a share of {count} combinations of a pair "
+            "and a block of layers. Mean absolute change: over these combinations.",
         )
         # Of many blocks, those with the largest changes.
         shown = np.sort(np.argsort(-total.mean(0), kind="stable")[:PANELS]).tolist()
         drawn = [(name, panel) for i, (name, panel) in enumerate(maps.items()) if i in shown]
         amount = Bars(
             title="Change of attention by block",
-            caption="Absolute change of the last token's attention to the fact, summed over heads. Bars: "
-            f"mean of {pairs} pairs; dots: single pairs; in brackets: share of pairs whose most likely next "
-            "token changes.",
+            caption="x: the block of consecutive layers that is patched. y: absolute change of the last "
+            "token's attention to the fact by patching the subject, summed over heads. Bars: mean of "
+            f"{pairs} pairs. Dots: single pairs. In brackets: share of pairs whose most likely next token "
+            "changes.",
             x=tuple(f"{name} ({share:.0f} %)" for name, share in zip(maps, changed, strict=True)),
             x_name="layers patched",
             y_name="absolute change, sum over heads",
@@ -277,8 +281,8 @@ class Routing(PairWorkflow):
         """
         part = part.transpose("layer", "head")
         caption = (
-            "Each cell: absolute change of one head's attention from the last token to the fact, mean over "
-            "pairs. Largest: layer {layer}, head {head}."
+            "Each cell: absolute change of the attention from the last token to the fact in one head "
+            "(column) of one layer (row), mean over pairs. Largest: layer {layer}, head {head}."
         ).format(**ranked(part, 1)[0])
         return Heatmap.of(part, "", caption, low=0.0, high=float(whole.max()))
 

@@ -181,7 +181,8 @@ class CircuitDiscovery(CircuitWorkflow):
             yield Figure(
                 name=f"circuit_discovery_{task}",
                 title=f"Circuit of {self.subject.name} for {task}",
-                caption="Faithfulness of the circuit on held-out pairs of prompts: "
+                caption="Faithfulness: how much of the model's behaviour on held-out pairs of prompts the "
+                "circuit keeps when all other edges are corrupted. It is "
                 f"{documents[task]['faithfulness_percent']:.0f} % (100 %: as the whole model; 0 %: as with "
                 "every edge corrupted).",
                 panels=(self._drawing(task), *by_position, *([self.findings] if self.done else [])),
@@ -234,8 +235,8 @@ class CircuitDiscovery(CircuitWorkflow):
             *([("exact effect", "exact_effect", "+.4f")] if self.has_effects else []),
             title=f"{task}: {shown} of the circuit's {len(document['edges'])} edges, largest |score| first",
             caption=f"One row per edge, from the output of one node to the input of a later one. {NAMES} "
-            f"{_summary(document)}. Score: gradient estimate of the change of the metric, in {unit}, when "
-            f"this edge alone is corrupted{measured}; means over the pairs that edges were chosen on.",
+            f"{_summary(document)}. Score: gradient estimate of how much the metric changes, in {unit}, when "
+            f"this edge alone is corrupted{measured}. Mean over the pairs on which edges were chosen.",
             sources=tuple(name for name in self.nodes if name.startswith(f"{task}_")),
         )
 
@@ -256,9 +257,9 @@ class CircuitDiscovery(CircuitWorkflow):
         columns, rows = np.nonzero(shown.chosen.T)
         return CircuitDrawing(
             title=f"{task}: the circuit",
-            caption="Heads and MLPs by layer, with the input at the bottom and the logits on top. Drawn: the "
-            f"{len(shown)} edges with the largest |score| of the {len(pruned)} edges of the circuit that are "
-            "on a path from the input to the logits.",
+            caption="Each point: a head or MLP, by layer, with the input at the bottom and the logits on "
+            f"top. Each line: an edge of the circuit. Drawn are the {len(shown)} edges with the largest "
+            f"|score| of the {len(pruned)} that are on a path from the input to the logits.",
             upstream=tuple(source for source, _, _ in names),
             downstream=tuple(destination for _, _, destination in names),
             weights=scores[rows, columns],

@@ -248,8 +248,8 @@ class CircuitEvaluation(CircuitWorkflow):
             yield Figure(
                 name=f"circuit_evaluation_{task}",
                 title=f"Faithfulness of circuits of {self.subject.name} for {task}",
-                caption="Edges outside a circuit are ablated: they carry "
-                f"{CARRIED[self.settings.alternative]}.",
+                caption="A circuit is a set of edges between heads, MLPs, input and logits. All edges "
+                f"outside it are ablated: they carry {CARRIED[self.settings.alternative]}.",
                 panels=(curve, *([self.findings] if self.done else [])),
                 columns=1,
             )
@@ -259,11 +259,11 @@ class CircuitEvaluation(CircuitWorkflow):
         random = document["random_percent"]
         return Lines(
             title=f"{task}: faithfulness by size",
-            caption="Faithfulness on held-out pairs of circuits with a growing share of the model's edges "
-            "(100 %: as the whole model; 0 %: as with every edge ablated), and of the model without these "
-            "circuits. Dashed: median of random circuits of the same sizes. Area under the circuits' curve "
-            f"(CPR): {document['cpr']:.3f}; area between it and 100 % (CMD): {document['cmd']:.3f}. Areas "
-            "are over the share of edges, not its logarithm.",
+            caption="x: size of a circuit, as a share of the model's edges. y: faithfulness on held-out "
+            "pairs (100 %: as the whole model; 0 %: as with every edge ablated). Curves: the circuits, and "
+            "the model without them. Dashed: control, the median of random circuits of the same sizes. Area "
+            f"under the circuits' curve (CPR): {document['cpr']:.3f}. Area between it and 100 % (CMD): "
+            f"{document['cmd']:.3f}. Areas are over the share of edges, not its logarithm.",
             x=tuple((100 * self.shares).tolist()),
             x_name="percent of the model's edges",
             log_x=True,
@@ -286,9 +286,9 @@ class CircuitEvaluation(CircuitWorkflow):
             ("edge", "edge"),
             ("faithfulness lost", "lost_percent", "{:+.2f} %".format),
             title=f"{task}: a circuit of {len(lost)} edges with one of them ablated",
-            caption=f"One row per edge: {_shown_edges(len(shown), len(lost), listed)}. Faithfulness lost, in "
-            "percentage points, when this edge of the circuit is ablated too. Faithfulness is "
-            f"{document['circuit_percent']:.1f} % for the circuit and "
+            caption=f"One row per edge: {_shown_edges(len(shown), len(lost), listed)}. Faithfulness lost: "
+            "that of the circuit minus that of the circuit without this edge, in percentage points. "
+            f"Faithfulness is {document['circuit_percent']:.1f} % for the circuit and "
             f"{document['without_circuit_percent']:.1f} % for the model without it. {NAMES}",
             sources=(f"{task}_minimal",),
         )

@@ -156,9 +156,11 @@ class PathPatchingTrace(TaskWorkflow):
         """Caption of the claims: selection and scoring of senders, or tasks that the model does not do."""
         count = self.n_pairs
         return self.not_done or (
-            "A sender's output is replaced by that of the corrupted prompt, on its paths to a receiver only. "
-            f"Senders were chosen on {count} pairs of each task, among all with a path to the receiver, and "
-            f"scored on {count} held-out pairs, against {self.settings.controls} random changes each. {NAMES}"
+            "A sender is a head or MLP whose output a receiver (a later input or the logits) reads. Its "
+            "output is replaced by that of the corrupted prompt, on its paths to the receiver only. Senders "
+            f"were chosen on {count} pairs of each task, among all with a path to the receiver. They are "
+            f"scored on {count} held-out pairs. Control: {self.settings.controls} random changes per sender. "
+            f"{NAMES}"
         )
 
     def _claims(self, receiver: _ReceiverEffects) -> Iterator[Claim]:
@@ -218,8 +220,9 @@ class PathPatchingTrace(TaskWorkflow):
             yield Figure(
                 name=f"path_patching_{task}",
                 title=f"Path patching in {self.subject.name}: {task}",
-                caption="Change of the right minus the wrong answer when one sender's output is corrupted on "
-                "its paths to a receiver. In the clean run the difference is "
+                caption="Effect of a sender (a head or MLP) on a receiver (what reads its output): change of "
+                "the right minus the wrong answer when the sender's output is corrupted on its paths to the "
+                "receiver only. In the clean run the difference is "
                 f"{of_task[-1].clean:+.3g} {of_task[-1].unit}.",
                 panels=(*panels, *([self.findings] if self.findings.findings else [])),
                 columns=2,
@@ -248,8 +251,9 @@ class PathPatchingTrace(TaskWorkflow):
         frame_note = " Framed: the head with the largest effect on other pairs." if framed else ""
         return Heatmap(
             title=f"{receiver.task}: effects of senders through {receiver.receiver}",
-            caption=f"Each cell: change of the right minus the wrong answer ({receiver.unit}) when the "
-            f"output of one head or MLP is corrupted on its paths to {receiver.receiver} only, mean over "
+            caption="Each cell: one head (column) or MLP of one layer (row), the sender. Its output is "
+            f"corrupted on its paths to {receiver.receiver} only. Value: right minus wrong answer "
+            f"({receiver.unit}) in the corrupted run, minus the same in the clean run; mean over "
             f"{receiver.pairs} held-out pairs.{embedding_note}{frame_note}",
             values=values,
             rows=tuple(map(str, range(self.layout.num_layers))),
@@ -272,9 +276,10 @@ class PathPatchingTrace(TaskWorkflow):
         random = [sender["random"] for sender in listed]
         return Bars(
             title=f"{receiver.task}: the strongest senders to {receiver.receiver}",
-            caption="Change of the right minus the wrong answer when a sender's output is corrupted on its "
-            f"paths to {receiver.receiver}; lines: 95 % intervals over {receiver.pairs} held-out pairs. "
-            "Grey: control, random changes of the sender's output of the same norm, median and 95 % of them.",
+            caption=f"x: sender, a head or MLP whose output is corrupted on its paths to {receiver.receiver} "
+            "only. y: right minus wrong answer in the corrupted run, minus the same in the clean run. Lines: "
+            f"95 % intervals over {receiver.pairs} held-out pairs. Grey: control, random changes of the "
+            "sender's output of the same norm; median and range of 95 % of them.",
             x=tuple(sender["sender"] for sender in listed),
             x_name="sender",
             y_name="change of right minus wrong answer",
@@ -308,14 +313,14 @@ class PathPatchingTrace(TaskWorkflow):
             *(CONTROL_COLUMNS if receiver.has_controls else ()),
             strong=lambda sender: sender["is_beyond_chance"],
             title=f"{receiver.task}: the strongest senders to {receiver.receiver}",
-            caption="One row per sender whose output is corrupted on its paths to the receiver. On other "
-            f"pairs, held out: change of the right minus the wrong answer in {receiver.unit}, which is "
-            f"{receiver.clean:+.3g} in the clean run, on the pairs that senders were chosen on and on "
-            f"held-out pairs, with its 95 % interval. Chosen among {receiver.senders} senders, "
-            f"{receiver.heads} of them heads. Random: the same for random changes of the sender's output of "
-            "the same norm. Excess: effect, signed as on the other pairs, minus the mean absolute effect of "
-            "random changes; p: with random signs of the excess in each pair as the null. Bold: beyond "
-            f"chance. {NAMES}",
+            caption="One row per sender, a head or MLP whose output is corrupted on its paths to the "
+            f"receiver only. Effect: change of the right minus the wrong answer, in {receiver.unit}; in the "
+            f"clean run the difference is {receiver.clean:+.3g}. On other pairs: effect on the pairs on "
+            "which senders were chosen. Held out: effect on held-out pairs, with its 95 % interval. Chosen "
+            f"among {receiver.senders} senders, {receiver.heads} of them heads. Random: control, the effect "
+            "of random changes of the sender's output of the same norm. Excess: effect, signed as on the "
+            "other pairs, minus the mean absolute effect of random changes. p: of the excess, with random "
+            f"signs in each pair as the null. Bold: beyond chance. {NAMES}",
             sources=(receiver.node,),
         )
 

@@ -485,11 +485,11 @@ class Evaluate(ModelWorkflow):
             (model, "value", ".3f"),
             *columns,
             title=f"Evaluation of {model}{f', unchanged and with {changed} changed' if changed else ''}",
-            caption="One row per measure; losses are means per token. Said: share of tokens or answers that "
-            "are the model's most likely next token; induction loss: on the second occurrence of a block of "
-            "random tokens; answers: the objects of facts, after their prompts. For comparison, the loss of "
-            f"uniform guessing is {uniform:.3f} nats, and that on the text with shuffled tokens "
-            f"{mixed:.3f} nats.{controls_note}",
+            caption="One row per measure. Losses: means per token. Said: share of tokens or answers that are "
+            "the model's most likely next token. Induction loss: on the second occurrence of a block of "
+            "random tokens. Answers: the objects of facts, after their prompts. For comparison: the loss of "
+            f"uniform guessing is {uniform:.3f} nats; that on the text with shuffled tokens is {mixed:.3f} "
+            f"nats.{controls_note}",
             json={
                 **self.subject.about,
                 "measures": records,
@@ -533,9 +533,10 @@ class Evaluate(ModelWorkflow):
             *((f"on {cost}", cost, "+.3f") for cost, _ in COSTS.values()),
             strong=lambda row: row is costs[0],
             title="Cost of the intervention and of its controls",
-            caption="One row per intervention. Increase of the mean loss per token over that of the "
-            "unchanged model, in nats, on text, on repetitions of random tokens and on answers of facts. "
-            "Bold: the intervention; other rows: controls of equal size.",
+            caption="One row per intervention: bold, the intervention of the question; the others, controls "
+            "of equal size. Cells: mean loss per token with the intervention, minus that of the unchanged "
+            "model, in nats. Columns: loss on text, on repetitions of random tokens, and on answers of "
+            "facts.",
         )
 
     def _by_position(self, name: str, control: str, title: str) -> Lines:
@@ -553,8 +554,8 @@ class Evaluate(ModelWorkflow):
         loss = loss.assign_coords(position=np.arange(loss.sizes["position"])).isel(position=slice(1, None))
         loss = loss.assign_attrs(units="nats", long_name="loss")
         caption = (
-            "Loss in nats by position in the prompt, mean over prompts. Shuffled: control, the same tokens "
-            "in random order."
+            "x: position in the prompt. y: loss in nats, mean over prompts. Shuffled: control, the same "
+            "tokens in random order."
         )
         return Lines.of(
             loss.transpose("model", "position"),

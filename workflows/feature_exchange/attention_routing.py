@@ -87,16 +87,17 @@ class AttentionRouting(ExchangeWorkflow):
             ("change", "delta", "+.4f"),
             title=f"{exchange.heading}: attention of {query} to {key} with {injected} injected there, "
             f"strength {strength:g}",
-            caption="The heads with the largest change. Baseline, steered: attention weight of the last "
-            "token on the position of the exchange, without and with the exchange of features there. Sum of "
-            f"|change| over all heads and layers: {float(total.sel(strength=strength)):.4f}.",
+            caption="One row per head: those with the largest change. Baseline, steered: attention weight of "
+            "the last token on one position, without and with the exchange of features there. Change: "
+            "steered minus baseline. Sum of |change| over all heads and layers: "
+            f"{float(total.sel(strength=strength)):.4f}.",
         )
         by_head = Heatmap.of(
             change.sel(strength=strength),
             "Change of the attention weight by head",
-            "Each cell: change of one head's attention from the last token to the position of the exchange, "
-            f"by an exchange of strength {strength:g}. Framed: the largest change, {rows[0]['delta']:+.4f} "
-            f"in layer {layer}, head {head}.",
+            "Each cell: attention weight from the last token to the position of the exchange in one head "
+            f"(column) of one layer (row), with an exchange of strength {strength:g} minus without. Framed: "
+            f"the largest change, {rows[0]['delta']:+.4f} in layer {layer}, head {head}.",
             diverging=True,
             framed=((layer, head, layer, head),),
             frame_name="largest change",
@@ -113,8 +114,9 @@ class AttentionRouting(ExchangeWorkflow):
         by_strength = Lines.of(
             by_heads,
             "Change of attention by strength",
-            "Change of the last token's attention weight on the position of the exchange, by strength of the "
-            "exchange: absolute values summed over all heads, and the head with the largest change.",
+            "x: strength of the exchange of features. y: the last token's attention weight on the position "
+            "of the exchange, with the exchange minus without. Curves: the sum of absolute values over all "
+            "heads, and the head with the largest change.",
             y_name="change of weight",
             json={"strength_sweep": points},
         )

@@ -213,10 +213,11 @@ class CltVsPlt(ExchangeWorkflow):
             ("position", lambda row: row[2]["spike_position"], "d"),
             ("token", lambda row: format_token(row[2]["spike_token"])),
             title=f"{exchange.heading}: highest probability of {preset.inject_word!r} over positions",
-            caption="One row per kind of transcoder (clt: cross-layer, plt: per-layer) and protocol: which "
-            "features are suppressed and injected, at one position at a time. p, logit: of the word at the "
-            "end of the prompt, at the position of the exchange with the highest probability. Without "
-            f"injection p is {self.baseline[0]:.4e} and the logit {self.baseline[1]:.3f}.",
+            caption="One row per kind of transcoder (clt: cross-layer, plt: per-layer) and protocol, which "
+            "says what features are suppressed and injected. The exchange is made at one position at a time. "
+            "p, logit: of the word at the end of the prompt, for the position with the highest probability. "
+            f"Position, token: that position. Without injection p is {self.baseline[0]:.4e} and the logit "
+            f"{self.baseline[1]:.3f}.",
         )
         yield self._ranking()
         by_position = self._by_position(rows)
@@ -231,8 +232,9 @@ class CltVsPlt(ExchangeWorkflow):
             yield Heatmap.of(
                 grid.rename(rank="feature", position="token"),
                 f"{arm}: activity of the top-ranked features along the prompt",
-                f"Each cell: activation at one token of one of the {TOP} features of the {arm} whose "
-                f"decoders have the largest cosine with the embedding of {preset.inject_word!r}.",
+                f"Each cell: activation of one feature (row) at one token (column). Features: the {TOP} of "
+                f"the {arm} whose decoders have the largest cosine with the embedding of "
+                f"{preset.inject_word!r}.",
             ).without_first_token()
 
     def claims(self) -> Iterator[Claim]:
@@ -267,9 +269,9 @@ class CltVsPlt(ExchangeWorkflow):
             ("rank", lambda rank: rank + 1, "d"),
             *columns,
             title=f"Features that write {self.preset.inject_word!r} to layer {self.target}",
-            caption="The features of the cross-layer (clt) and of the per-layer transcoders (plt) whose "
-            "decoder vectors have the largest cosine with the embedding of the word, side by side by rank; "
-            "with their largest activation in this prompt.",
+            caption="One row per rank. Columns, side by side: the features of the cross-layer (clt) and of "
+            "the per-layer transcoders (plt) whose decoder vectors have the largest cosine with the "
+            "embedding of the word. Largest activation: of that feature in this prompt.",
         )
 
     def _by_position(self, rows: list[tuple[str, str, dict[str, Any]]]) -> Lines:
@@ -286,8 +288,9 @@ class CltVsPlt(ExchangeWorkflow):
         (_, preset_name, preset_record), *ranked = rows
         return Lines(
             title=f"Probability of {word!r} by the position of the injection",
-            caption=f"Probability of {word!r} at the end of the prompt when features are exchanged at one "
-            "position; one curve per kind of transcoder (clt, plt) and protocol. Dashed: without injection.",
+            caption=f"x: the position at which features are exchanged. y: probability of {word!r} at the end "
+            "of the prompt. One curve per kind of transcoder (clt: cross-layer, plt: per-layer) and "
+            "protocol. Dashed: without injection.",
             y_name=f"probability of {word!r} at the end",
             lines=(
                 Line("without injection", np.full(len(self.exchange.tokens), self.baseline[0]), control=True),

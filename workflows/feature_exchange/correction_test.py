@@ -180,11 +180,11 @@ class CorrectionTest(ExchangeWorkflow):
             ("change of attention", "total_routing_shift", ".4f"),
             title=f"{exchange.heading}: {labels.short(exchange.inject)} injected at {exchange.site_label}, "
             f"then {labels.short(exchange.correct)} into layers from {preset.correct_from_layer} on",
-            caption="One row per strength of the correction, which is injected into later layers after the "
-            "commitment. p: probability of a word at the end of the prompt; change of attention: sum over "
-            "all heads of |change| of the last token's attention to the position of the exchange. Without "
-            f"any injection the probabilities are {before['p_commit_word']:.3e} and "
-            f"{before['p_correct_word']:.3e}.",
+            caption="A first injection, the commitment, is followed by a second one in later layers, the "
+            "correction. One row per strength of the correction. p: probability of a word at the end of the "
+            "prompt. Change of attention: the last token's attention weight to the position of the exchange, "
+            "minus that without any injection; |change| summed over all heads. Without any injection the "
+            f"probabilities are {before['p_commit_word']:.3e} and {before['p_correct_word']:.3e}.",
             json={"correction_sweep": points},
         )
         axis: dict[str, Any] = {
@@ -197,9 +197,9 @@ class CorrectionTest(ExchangeWorkflow):
 
         probability = Lines(
             title="Probability of both words",
-            caption=f"Probability of {words[0]!r}, whose feature the commitment injects, and of "
-            f"{words[1]!r}, whose feature the correction injects into later layers, at the end of the "
-            "prompt. Dashed: without any injection.",
+            caption="x: strength of the correction. y: probability at the end of the prompt. Curves: "
+            f"{words[0]!r}, whose feature the commitment injects first, and {words[1]!r}, whose feature the "
+            "correction injects into later layers. Dashed: without any injection.",
             y_name="probability at the end",
             lines=tuple(
                 line(repr(word), field, before[field])
@@ -210,8 +210,9 @@ class CorrectionTest(ExchangeWorkflow):
         )
         attention = Lines(
             title="Change of attention to the site",
-            caption="Attention weight from the last token to the position of the exchange, minus that "
-            "without any injection; absolute values summed over all heads.",
+            caption="x: strength of the correction. y: attention weight from the last token to the site (the "
+            "position of the exchange), minus that without any injection; absolute values summed over all "
+            "heads.",
             y_name="sum of |change of weight|, all heads",
             lines=(line("all heads", "total_routing_shift"),),
             low=0.0,

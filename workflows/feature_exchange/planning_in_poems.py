@@ -98,12 +98,12 @@ class PlanningInPoems(ExchangeWorkflow):
             ("rise", lambda row: _mark(row["prob"], baseline)),
             title=f"{exchange.heading}: at each position {labels.several(exchange.suppress) or 'nothing'} "
             f"suppressed and {injected} injected, strength {strength:g}",
-            caption=f"One row per position of the exchange, for the {SHOWN} positions with the highest "
-            f"probability. p: probability of a word at the end of the prompt; KL: of the next-token "
-            f"distribution from that without injection, in nats. p({format_token(word)}) without injection "
-            f"is {baseline:.3e}; the highest is at position {best}, {highest:.3e}, which is "
-            f"{highest / max(baseline, SMALLEST):.3g} times as high. * above {baseline:.1e} without "
-            "injection, *** above 10 times that.",
+            caption=f"One row per position of the exchange; shown are the {SHOWN} positions with the highest "
+            "probability. p: probability of a word at the end of the prompt. KL: of the next-token "
+            f"distribution from that without injection, in nats. Without injection p({format_token(word)}) "
+            f"is {baseline:.3e}. It is highest at position {best}: {highest:.3e}, "
+            f"{highest / max(baseline, SMALLEST):.3g} times as high. Rise: * more than {baseline:.1e} above "
+            "p without injection, *** more than 10 times that.",
             json={"sweep": rows},
         )
         axis = exchange.position_axis
@@ -111,8 +111,9 @@ class PlanningInPoems(ExchangeWorkflow):
         before, is_best = format_probability(baseline), np.arange(len(rows)) == best
         yield Lines(
             title=f"Probability of {word!r} at the end, by position of the injection",
-            caption=f"Probability of {word!r} as the next token after the prompt, when features are "
-            f"suppressed and injected at one position at a time. Dashed: without injection, {before}.",
+            caption="x: the position at which features are suppressed and injected, one at a time. y: "
+            f"probability of {word!r} as the next token after the prompt. Dashed: without injection, "
+            f"{before}.",
             y_name=f"P({word!r})",
             lines=(
                 Line(f"{injected} injected", probability),
@@ -137,8 +138,9 @@ class PlanningInPoems(ExchangeWorkflow):
         yield Figure(
             name="planning_in_poems",
             title=f"Probability that {self.subject.name} ends on {word!r}, by position of {injected}",
-            caption=f"Each bar: one run with {labels.several(exchange.suppress) or 'nothing'} suppressed and "
-            f"{injected} injected at this token. Dashed: without injection, {before}.",
+            caption=f"x: the token at which {labels.several(exchange.suppress) or 'nothing'} is suppressed "
+            f"and {injected} is injected, one run per bar. y: probability of {word!r} after the prompt. "
+            f"Dashed: without injection, {before}.",
             panels=(bars,),
         )
 

@@ -440,12 +440,13 @@ class PlanningPairs(Workflow):
             strong=lambda row: row["works"],
             title=f"{len(rows)} pairs on {self.subject.name}, features of {self.preset.dictionary}, strength "
             f"{self.preset.strength:g}",
-            caption="One row per pair: a prompt, its expected last word, whose features are suppressed, and "
-            "another word, whose feature is injected. Probability of the injected word at the end of the "
-            "prompt, before and with the exchange at the site, the position at which the word is assumed to "
-            f"be decided. Random, p: control, {self.settings.controls} other features of the same layer with "
-            "the same write norm. Largest at: position with the highest probability. A pair works if the "
-            "change is largest at the site and beyond chance there.",
+            caption="One row per pair of words. The features of the prompt's expected last word are "
+            "suppressed; a feature of another word is injected. Before: probability of the injected word at "
+            "the end of the prompt, without the exchange. At the site: with the exchange at the site, the "
+            "position at which the word is assumed to be decided. Random, p: control, "
+            f"{self.settings.controls} other features of the same layer with the same write norm. Largest "
+            "at: position with the highest probability. Bold: the pair works, that is, the change is largest "
+            "at the site and beyond chance there.",
             json={"pairs": rows},
         )
 
@@ -466,9 +467,9 @@ class PlanningPairs(Workflow):
         names = [f"{row['suppress_word']} → {row['inject_word']} ({i})" for i, row in enumerate(self.records)]
         grid = Heatmap(
             title="Change of the injected word by position of the exchange",
-            caption="Each cell: change of the probability of the injected word at the end of the prompt, "
-            "when one pair's features are exchanged at one position. 0: the site, the position at which the "
-            "word is assumed to be decided.",
+            caption="Each cell: one pair of words (row), with features exchanged at one position (column). "
+            "Value: probability of the injected word at the end of the prompt with the exchange, minus that "
+            "without. Column 0: the site, the position at which the word is assumed to be decided.",
             values=exchange,
             rows=tuple(names),
             columns=tuple(map(str, offsets)),
@@ -484,8 +485,10 @@ class PlanningPairs(Workflow):
 
         lines = Lines(
             title="Mean over the pairs",
-            caption="Change of the probability of the injected word, mean over the pairs that have the "
-            "position. Dashed: control, random features of the same layer with the same write norm.",
+            caption="x: position of the exchange, counted from the site, the position at which the word is "
+            "assumed to be decided. y: change of the probability of the injected word, mean over the pairs "
+            "that have the position. Dashed: control, random features of the same layer with the same write "
+            "norm.",
             x=offsets,
             x_name="position relative to the site",
             y_name="change of the probability",
@@ -519,8 +522,8 @@ class PlanningPairs(Workflow):
             "likeliest",
             caption="One row per layer whose MLP output is replaced by its mean over these prompts. Still "
             "likeliest: number of prompts whose expected word stays the most likely next token (without "
-            f"ablation: {untouched}). Nothing is claimed about layers: there are too few for a null "
-            "distribution.",
+            f"ablation: {untouched}). Mean probability: of the expected word. Nothing is claimed about "
+            "layers: there are too few for a null distribution.",
             sources=("layers",),
             json={"layer_suppression": rows, "prompts": count, "said_untouched": untouched},
         )

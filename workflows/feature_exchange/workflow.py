@@ -186,9 +186,10 @@ class ExchangeWorkflow(Workflow):
             ("promotes", lambda row: dash(labels.writes.get(row[0]), repr)),
             ("fires on", lambda row: dash(labels.fires.get(row[0]), repr)),
             title="Exchanged features",
-            caption="One row per feature (layer:index) that the exchange suppresses or injects. Promotes: "
-            "the token whose logit its decoder raises most through the unembedding, without effects of later "
-            "layers. Fires on: the token of this prompt at which it is most active, if it is active.",
+            caption="One row per feature (layer:index). Role: its part in the exchange, such as injection. "
+            "Promotes: the token whose logit its decoder raises most through the unembedding, without "
+            "effects of later layers. Fires on: the token of this prompt at which it is most active, if it "
+            "is active.",
         )
 
     def parts_table(self) -> Table:
@@ -204,8 +205,9 @@ class ExchangeWorkflow(Workflow):
             strong=lambda row: row["done"] == "both",
             title=f"Effect of each part of the exchange at {self.exchange.site_label}",
             caption=f"One row per intervention. P({format_token(self.exchange.words[0])}): probability of "
-            "the word at the end of the prompt; change: from the run without intervention. Rows with several "
-            "runs give the median of P and of its change, and the largest change; runs: their number.",
+            "the word at the end of the prompt. Change: P minus P of the run without intervention. Runs: "
+            "number of runs; with several, P and change are medians, and largest change is the largest of "
+            "them. Bold: the exchange as a whole.",
             json={"parts": rows},
         )
 

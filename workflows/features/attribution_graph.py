@@ -252,8 +252,8 @@ class AttributionGraphs(Workflow):
             ("probability", "probability", format_probability),
             title=f"Next tokens that the graph explains, in {self.subject.name} with {self.dictionary.name}: "
             f"'{format_text(graph.prompt)}'",
-            caption="The most likely next tokens, or those set by the user, whose logits are the targets of "
-            "the attribution graph.",
+            caption="One row per next token that the graph explains: the most likely ones, or those set by "
+            "the user. Their logits are the targets of the attribution graph.",
             sources=("graph",),
             json={"logits": logits},
         )
@@ -276,13 +276,15 @@ class AttributionGraphs(Workflow):
             f"Direct effects on {_listed(graph.logit_tokens)} in {self.subject.name}",
             net,
             # In circuit-tracer's order of nodes, which this graph keeps, features come first.
-            caption="Direct effects between tokens (bottom), features of the dictionary by layer, and logits "
-            f"(top). Drawn: {np.count_nonzero(drawn_nodes < counts.features)} of the {n_kept[FEATURE]:,} "
-            f"features and {len(drawn_edges)} of the {edges:,} edges that pruning kept, without its "
-            f"{n_kept[ERROR]:,} error nodes. Replacement score {self.scores['replacement_score']:.2f}: share "
-            "of the influence on the logits that comes from tokens through features, not from error nodes. "
-            f"Completeness score {self.scores['completeness_score']:.2f}: share of the input of all nodes "
-            "that comes from tokens and features.",
+            caption="Nodes: tokens (bottom), features of the dictionary by layer, and logits (top). Lines: "
+            "direct effects of one node on another. Drawn: "
+            f"{np.count_nonzero(drawn_nodes < counts.features)} of the {n_kept[FEATURE]:,} features and "
+            f"{len(drawn_edges)} of the {edges:,} edges that pruning kept, without its {n_kept[ERROR]:,} "
+            "error nodes. An error node is what the features of one layer leave unexplained at one token. "
+            f"Replacement score {self.scores['replacement_score']:.2f}: share of the influence on the logits "
+            "that comes from tokens through features, not from error nodes. Completeness score "
+            f"{self.scores['completeness_score']:.2f}: share of the input of all nodes that comes from "
+            "tokens and features.",
         )
         yield strongest
 

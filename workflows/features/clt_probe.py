@@ -156,10 +156,10 @@ class CltProbe(PromptFeaturesWorkflow):
             ("label", "label"),
             ("activation", "activation", ".4f"),
             title=f"Features of {self.dictionary.name} active in {self.subject.name} at {token}",
-            caption=f"The features with the largest activations; {len(rows)} of "
-            f"{len(layers) * self.dictionary.n_features} features are active at this token. feature: "
-            "layer:index; writes: token whose logit it raises most; fires on: token of the prompt with its "
-            f"largest activation. Candidates for suppression, the strongest feature of each of up to "
+            caption=f"One row per feature, layer:index, largest activation first. {len(rows)} of "
+            f"{len(layers) * self.dictionary.n_features} features are active at this token. Label: writes, "
+            "the token whose logit the feature raises most; fires on, the token of the prompt with its "
+            "largest activation. Candidates for suppression, the strongest feature of each of up to "
             f"{CANDIDATES} layers: {self.labels.several(self.candidates) or 'none'}.",
         )
         if self.word:
@@ -172,16 +172,16 @@ class CltProbe(PromptFeaturesWorkflow):
                 ("cosine", "cosine", "+.4f"),
                 title=f"Features whose decoders point towards {self.word!r}",
                 caption="One row per feature. Cosine: between its decoder vector and the embedding of the "
-                "word, the largest over the layers that the feature writes to. Writes: token whose logit the "
-                "decoder raises most; fires on: token of the prompt with its largest activation. No feature "
-                "is injected.",
+                "word, the largest over the layers that the feature writes to. Label: writes, the token "
+                "whose logit the decoder raises most; fires on, the token of the prompt with its largest "
+                "activation. No feature is injected.",
                 json={"search_word": self.word, "token_id": self.token, "features": matches},
             )
         counts = Heatmap.of(
             self._counts(),
             "Number of active features by layer and token",
-            f"Each cell: number of features of one layer that are active at one token of the prompt. Framed: "
-            f"{token}, the probed token.",
+            "Each cell: number of features of one layer (row) that are active at one token (column) of the "
+            f"prompt. Framed: {token}, the probed token.",
             low=0.0,
             framed=((0, self.position, len(layers) - 1, self.position),),
             frame_name="the probed token",

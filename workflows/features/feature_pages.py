@@ -274,17 +274,18 @@ class FeaturePages(ModelWorkflow):
             ("largest activation", "max_activation", ".3f"),
             ("mean where active", "mean_activation", ".3f"),
             title=f"Features that are active at the most tokens, at {self.hook} of {self.subject.name}",
-            caption="One row per feature. Writes: token whose logit its decoder raises most; fires on: token "
-            f"of its largest activation. {alive:,} of {len(count):,} features are active at one or more of "
-            f"{n_tokens:,} tokens of the corpus{self._without_sinks}. `mizarr features pages` writes a page "
-            "for every feature.",
+            caption="One row per feature. Label: writes, the token whose logit its decoder raises most; "
+            "fires on, the token of its largest activation. Share of tokens: at which it is active. "
+            f"{alive:,} of {len(count):,} features are active at one or more of {n_tokens:,} tokens of the "
+            f"corpus{self._without_sinks}. `mizarr features pages` writes a page for every feature.",
             json={"features": features},
         )
         histogram = Lines.of(
             self._frequencies(count, n_tokens),
             "Number of features by the share of tokens at which they are active",
-            f"Histogram of the {alive:,} features that are active at one or more tokens of the corpus, in "
-            "bins of equal width on the logarithmic axis.",
+            "x: share of tokens of the corpus at which a feature is active. y: number of features in a bin; "
+            f"bins have equal width on the logarithmic axis. The {alive:,} features that are active at one "
+            "or more tokens are counted.",
             log_x=True,
         )
         yield from together(

@@ -55,9 +55,9 @@ def place_views(norms: xr.Dataset, alive: npt.NDArray[np.bool_], name: str) -> I
         ("mean norm", "mean_norm", ".3f"),
         ("features with their largest norm here", "strongest", "d"),
         title=f"Decoder norms of {name} by place",
-        caption="One row per place: a hook point of a model that the crosscoder reads and writes. Decoder "
-        "norms are those after scaling the states of all places to a common size; features that are active "
-        "nowhere in the corpus are left out.",
+        caption="One row per place: a hook point of a model that the crosscoder reads and writes. Mean norm: "
+        "of the decoder vectors, after scaling the states of all places to a common size. Features that are "
+        "active nowhere in the corpus are left out.",
         json={"places": rows},
     )
     if "relative_norm" not in norms:
@@ -68,12 +68,12 @@ def place_views(norms: xr.Dataset, alive: npt.NDArray[np.bool_], name: str) -> I
     histogram = Lines.of(
         _histogram(relative),
         "Relative norm: the second model's share of a feature's decoder norms",
-        "Number of features by the second model's share of their decoder norms (0: only the first model has "
-        f"the feature; 1: only the second). Of {len(relative):,} active features, "
-        f"{counts['first_alone']:,} are written to the first model "
-        f"alone (relative norm up to {EXCLUSIVE:g}), {counts['second_alone']:,} to the second alone (from "
-        f"{1 - EXCLUSIVE:g}), {counts['shared']:,} to both. No control is run here; a crosscoder of a model "
-        "against itself is one.",
+        "x: relative norm, the second model's share of a feature's decoder norms (0: only the first model "
+        f"has the feature; 1: only the second). y: number of features. Of {len(relative):,} active features, "
+        f"{counts['first_alone']:,} are written to the first model alone (relative norm up to "
+        f"{EXCLUSIVE:g}), {counts['second_alone']:,} to the second alone (from {1 - EXCLUSIVE:g}), "
+        f"{counts['shared']:,} to both. No control is run here; a crosscoder of a model against itself is "
+        "one.",
     )
     yield from together("relative_norms", f"Features of {name}", histogram, caption=histogram.caption)
 

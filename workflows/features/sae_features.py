@@ -143,8 +143,8 @@ class SaeFeatures(PromptFeaturesWorkflow):
             ("norm of decoder", "decoder_norm", ".4f"),
             title=f"Features of {self.dictionary.name} active at {self.hook} of {self.subject.name}: "
             f"{self.at_position(self.position)}",
-            caption="One row per feature, largest activation first. Writes: token whose logit it raises "
-            "most; fires on: token of the prompt with its largest activation. "
+            caption="One row per feature, largest activation first. Label: writes, the token whose logit it "
+            "raises most; fires on, the token of the prompt with its largest activation. "
             f"{counts[self.position]} features are active at this token, {counts[n_skipped:].mean():.1f} per "
             f"token on average. Reconstruction of the activations over {where}: mean squared error "
             f"{about['mse']:.4g}; {100 * about['fraction_of_variance_unexplained']:.1f} % of their variance "
@@ -156,9 +156,9 @@ class SaeFeatures(PromptFeaturesWorkflow):
         grid = Heatmap.of(
             self._grid({row["index"] for position in shown_positions for row in position["top"][:3]}),
             "Activations of the strongest features, by token",
-            "Each cell: activation of one feature at one token. Features shown are among the three strongest "
-            "of any token but the first, which is an attention sink; they are ordered by the token of their "
-            "largest activation.",
+            "Each cell: activation of one feature (row) at one token (column). Features shown are among the "
+            "three strongest of any token but the first, which is an attention sink. They are ordered by the "
+            "token of their largest activation.",
             low=0.0,
         ).without_first_token()
         title = f"Features active at {self.hook} of {self.subject.name}"

@@ -140,9 +140,9 @@ class AttributionPatchingTrace(AttributedPairs):
         estimate, exact = self.effects
         return (
             f"Claims are about {int(self.counts.sum())} of {len(self.read)} pairs of prompts, those whose "
-            f"answer the model predicts. In each pair, the {self.settings.verify} places "
-            f"({self._cell_name}) with the largest estimates, and as many random places, are patched in an "
-            "exact run. Largest difference between an estimate and the exact recovery: "
+            f"answer the model predicts. A place is one {self._cell_name}. In each pair, the "
+            f"{self.settings.verify} places with the largest estimates, and as many random places, are "
+            "patched in an exact run. Estimates differ from the exact recovery by at most "
             f"{float(np.abs(estimate - exact).max()):.1f} %. The place of the first claim is chosen by its "
             "estimate alone, so that no held-out pairs are needed."
         )
@@ -185,8 +185,9 @@ class AttributionPatchingTrace(AttributedPairs):
         return Heatmap.of(
             shown.transpose("layer", axis).reset_coords(drop=True),
             f"Estimated recovery by {axis}",
-            "First-order estimate of the share of the answers' logit difference that comes back when one "
-            f"activation of {self.read[0].texts[0]!r} is patched into {self.read[0].texts[1]!r}{over}.",
+            "Each cell: first-order estimate of the recovery when one activation of "
+            f"{self.read[0].texts[0]!r} is patched into {self.read[0].texts[1]!r}{over}. Recovery: share of "
+            "the answers' logit difference that comes back.",
             diverging=True,
             sources=("grid",),
             json={f"estimate_by_{axis}": shown.transpose("layer", axis)},
@@ -210,10 +211,10 @@ class AttributionPatchingTrace(AttributedPairs):
             ("estimate", "estimate", "{:+.1f} %".format),
             ("exact", "exact", "{:+.1f} %".format),
             title=f"{self.subject.name}: {pair.texts[0]!r} patched into {pair.texts[1]!r}",
-            caption="One row per patched activation. Share of the logit difference "
-            f"{pair.answers[0]!r} - {pair.answers[1]!r} that comes back (0 %: corrupted run, 100 %: clean "
-            f"run) when {self.kind} of one place is patched: estimated by gradients, and in an exact run. "
-            "Chosen: as one of the largest estimates, or at random.",
+            caption=f"One row per patched activation ({self.kind} of one place). Estimate, exact: share of "
+            f"the logit difference {pair.answers[0]!r} - {pair.answers[1]!r} that comes back by patching (0 "
+            "%: corrupted run, 100 %: clean run), estimated by gradients and measured in an exact run. "
+            "Chosen: as one of the largest estimates, or at random (control).",
             sources=("checked",),
             json={
                 **self.subject.about,

@@ -159,11 +159,11 @@ class FeatureAttributionTrace(AttributedPairs):
         return (
             f"Claims are about {len(self.counted)} of {len(self.read)} pairs of prompts, those whose answer "
             f"the model predicts. In each pair, the {verify} features (or errors of the dictionary) with the "
-            "largest estimates, and as many random ones, are patched in an exact run. Largest difference "
-            f"between an estimate and the exact recovery: {worst:.1f} %. Of the {verify} largest estimates, "
-            f"{errors:.0f} % belong to errors of the dictionary. A feature is selected by its estimate in "
-            "the pair in which it is patched, and each control draw selects in the same way among random "
-            "features, so that no pairs need to be held out."
+            "largest estimates, and as many random ones, are patched in an exact run. An error of the "
+            "dictionary is what its features leave unexplained in one layer. Estimates differ from the exact "
+            f"recovery by at most {worst:.1f} %. Of the {verify} largest estimates, {errors:.0f} % belong to "
+            "errors. A feature is selected by its estimate in the pair in which it is patched. Each control "
+            "draw selects in the same way among random features, so that no pairs need to be held out."
         )
 
     def _checked(self, number: int) -> tuple[Any, Any]:
@@ -271,9 +271,10 @@ class FeatureAttributionTrace(AttributedPairs):
         return Heatmap.of(
             array,
             title,
-            f"Each cell: first-order estimate of the share of the answers' logit difference that comes back "
-            f"when {what} of {self.read[number].texts[0]!r} at this position are patched into "
-            f"{self.read[number].texts[1]!r}. Layer: the one {where}.",
+            f"Each cell: first-order estimate of the recovery when {what} of {self.read[number].texts[0]!r} "
+            f"in one layer (row; the one {where}) at one token (column) are patched into "
+            f"{self.read[number].texts[1]!r}. Recovery: share of the answers' logit difference that comes "
+            "back.",
             diverging=True,
             columns=self.token_columns(number),
             sources=(f"pair_{number}",),
@@ -294,13 +295,13 @@ class FeatureAttributionTrace(AttributedPairs):
             ("random direction", "random_direction", "{:+.1f} %".format),
             strong=lambda row: row["index"] is not None and row["sort"] == LARGEST,
             title=f"{self.subject.name}: {pair.texts[0]!r} patched into {pair.texts[1]!r}",
-            caption="One row per patched feature. Share of the logit difference "
-            f"{pair.answers[0]!r} - {pair.answers[1]!r} that comes back (0 %: corrupted run, 100 %: clean "
-            f"run) when one feature of {self.dictionary.name}, or its reconstruction error in one layer, is "
-            "patched. Estimate: by gradients; exact: in a patched run; random direction: in a patched run "
-            "with a random direction of the same norm. Chosen: as one of the largest estimates, or at "
-            "random. In quotes: tokens that a feature promotes; position: token of the clean prompt, and of "
-            "the corrupted one if it differs.",
+            caption=f"One row per patched feature of {self.dictionary.name}, or reconstruction error of one "
+            f"layer. Percentages: share of the logit difference {pair.answers[0]!r} - {pair.answers[1]!r} "
+            "that comes back by patching (0 %: corrupted run, 100 %: clean run). Estimate: by gradients. "
+            "Exact: in a patched run. Random direction: control, in a run patched with a random direction of "
+            "the same norm. Chosen: as one of the largest estimates, or at random. In quotes: tokens that a "
+            "feature promotes. Position: token of the clean prompt, and of the corrupted one if it differs. "
+            "Bold: features with the largest estimates.",
             sources=(f"pair_{number}",),
             json={
                 **self.subject.about,
@@ -330,11 +331,12 @@ class FeatureAttributionTrace(AttributedPairs):
             strong=lambda row: row["is_known"],
             title="The feature with the largest estimate in each pair, against random features",
             caption="One row per pair of prompts. Exact: share of the answers' logit difference that comes "
-            "back when the feature is patched. Random, median: the same, in absolute value, for features "
-            "selected likewise among random ones of the same layers, with the same norms of writes at the "
-            "same positions. Quantile: share of these draws with a smaller effect. Chosen among: number of "
-            "features that differ between the prompts. Errors: share of the largest estimates that belong to "
-            "errors of the dictionary. Bold: the model predicts the answer.",
+            "back when the feature is patched. Random, median: control, the same in absolute value for "
+            "features that are selected in the same way among random ones, of the same layers and positions "
+            "and with the same norms of writes. Quantile: share of these draws with a smaller effect. Chosen "
+            "among: number of features that differ between the prompts. Errors: share of the largest "
+            "estimates that belong to reconstruction errors of the dictionary. Bold: the model predicts the "
+            "answer.",
             sources=("random",),
             json={"pairs": rows},
         )

@@ -128,9 +128,9 @@ class IntegratedGradientsTrace(AttributedPairs):
         gap = max(abs(float(fact["gap"])) for fact in self.facts)
         return (
             f"Claims are about {len(self.counted)} of {len(self.read)} facts, those whose answer the model "
-            f"predicts. Integrated in {self.settings.steps} steps, the attributions of all tokens sum to the "
-            "difference of log-probability between prompt and baseline, up to a gap of at most "
-            f"{gap:.3f} nats."
+            "predicts. The attributions of all tokens should sum to the log-probability after the prompt "
+            f"minus that after the baseline prompt. With {self.settings.steps} steps of integration, they "
+            f"miss it by at most {gap:.3f} nats."
         )
 
     def _removed(self, fact: xr.Dataset) -> tuple[float, Floats]:
@@ -167,8 +167,8 @@ class IntegratedGradientsTrace(AttributedPairs):
         lines = Lines.of(
             path,
             "Log-probability of the answer along the integration path",
-            "One line per fact: log-probability of its answer, in nats, while all embeddings move from those "
-            "of the baseline prompt (0) to those of the prompt (1).",
+            "x: embeddings of all tokens, moved from those of the baseline prompt (0) to those of the prompt "
+            "(1). y: log-probability of the answer, in nats. One line per fact.",
             sources=tuple(self.nodes),
         )
         panels: list[View] = [lines]
@@ -183,9 +183,9 @@ class IntegratedGradientsTrace(AttributedPairs):
             bars = Bars.of(
                 by_measure,
                 f"Tokens of {first_fact['clean_prompt']!r}",
-                "Two bars per token, in nats: its attribution by integrated gradients of the log-probability "
-                f"of {first_fact['answer']!r}, and the log-probability lost in an exact run in which its "
-                "embedding is replaced by that of the baseline prompt.",
+                "x: token. Two bars per token, in nats. Attribution: by integrated gradients, of the "
+                f"log-probability of {first_fact['answer']!r}. Lost when replaced: the log-probability lost "
+                "in an exact run in which the token's embedding is replaced by that of the baseline prompt.",
                 sources=("fact_0",),
             )
             panels.insert(0, bars)
@@ -200,9 +200,10 @@ class IntegratedGradientsTrace(AttributedPairs):
             ("gap", "gap", "+.4f"),
             ("largest attribution", _most),
             title=f"Integrated gradients in {self.subject.name}: {len(facts)} facts",
-            caption="One row per fact. Log-probability of the answer, in nats, after the prompt and after "
-            "the baseline prompt (another fact of the same length). Gap: part of their difference that the "
-            "sum of all attributions misses. Largest attribution: the token and its attribution in nats.",
+            caption="One row per fact. Log-probability: of the answer after the prompt, in nats. Of the "
+            "baseline: the same after the baseline prompt, another fact of the same length. Gap: part of "
+            "their difference that the sum of all attributions misses. Largest attribution: the token and "
+            "its attribution in nats.",
             sources=tuple(self.nodes),
             json={**self.subject.about, "steps": self.settings.steps, "facts": facts},
         )

@@ -248,8 +248,9 @@ class PlaceWorkflow(KnownWorkflow):
         """
         changed = top_changed_json(self.subject, ablated, "ablated_prob")
         caption = (
-            "Next-token probabilities in the unchanged run (before) and with the intervention (after). "
-            f"KL(before || after) is {float(ablated['kl']):.5f} nats."
+            "One row per next token. Before: its probability in the unchanged run. After: with the "
+            f"intervention. Change: after minus before. KL(before || after) is {float(ablated['kl']):.5f} "
+            "nats."
         )
         if self.pieces:
             before, after = (np.exp(float(ablated[f"{run}target_logprob"])) for run in ("baseline_", ""))
@@ -448,9 +449,10 @@ class PlaceWorkflow(KnownWorkflow):
             return f"{self.not_claimed} Shown: the layer and the {self._rule} (KL {lost})."
         chosen_on, scored = map(len, self.halves)
         return (
-            f"Chosen: the layer and the {self._rule} (mean KL {lost}). The choice was made on {chosen_on} of "
-            f"{self.half} facts, those whose answer the model predicts; it is scored on {scored} held-out "
-            "facts. The last claim is a comparison: the layer and position with the smallest mean KL."
+            f"Chosen: the layer and the {self._rule}, with a mean KL of {lost}. The choice was made on "
+            f"{chosen_on} of {self.half} facts, those whose answer the model predicts. It is scored on "
+            f"{scored} held-out facts. The last claim is a comparison: the layer and position with the "
+            "smallest mean KL."
         )
 
     @property

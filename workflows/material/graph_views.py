@@ -49,9 +49,10 @@ def graph_views(
     counts = pruned.graph.counts
     values = Values(
         title="How much of the output the features explain",
-        caption="Replacement score: share of the influence on the explained logits that comes from tokens "
-        "through features rather than from error nodes. Completeness score: share of the input of all nodes, "
-        "weighted by their influence, that does not come from error nodes. Kept: after pruning.",
+        caption="An error node is what the features of one layer leave unexplained at one token. Replacement "
+        "score: share of the influence on the explained logits that comes from tokens through features, not "
+        "from error nodes. Completeness score: share of the input of all nodes, weighted by their influence, "
+        "that does not come from error nodes. Kept: after pruning.",
         sources=sources,
         pairs=(
             ("replacement score", f"{scores['replacement_score']:.3f}"),
@@ -65,9 +66,10 @@ def graph_views(
     graph = Graph.of(
         pruned,
         title="Direct effects of tokens, features and errors on the output",
-        caption="Point at a node to see its numbers and edges; click to pin it. The weight of an edge is the "
-        "change of its target if its source were added once more: of a feature's pre-activation, or of a "
-        "logit minus the mean of all logits. The sliders prune like AttributionGraph.prune; pins and groups "
+        caption="Nodes: tokens, features, errors and logits. Lines: direct effects of one node on another. "
+        "The weight of an edge is the change of its target if its source were added once more: of a "
+        "feature's pre-activation, or of a logit minus the mean of all logits. Point at a node to see its "
+        "numbers and edges; click to pin it. The sliders prune like AttributionGraph.prune. Pins and groups "
         "are saved in the format of circuit-tracer's viewer.",
         sources=sources,
         strongest=tuple(strongest),
@@ -138,8 +140,8 @@ def _table(
         ("influence", lambda strong: strong.influence, ".4f"),
         *(effects if is_known else ()),
         title="Features with most influence",
-        caption="One row per feature, the largest influence on the explained logits first; token: the "
-        "position in the prompt at which it is active."
+        caption="One row per feature, the largest influence on the explained logits first. Token: position "
+        "and token of the prompt at which it is active."
         + (
             " Raises, lowers: tokens whose logits the feature's own decoder changes most, whatever the "
             "prompt."

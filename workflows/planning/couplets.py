@@ -310,10 +310,10 @@ class CoupletPlanning(ModelWorkflow):
         were chosen and scored."""
         chosen_on, scored = (int(self.unpatched[name].is_known.sum()) for name in ("choice", "scored"))
         return (
-            "The other couplet has the same words, except for another rhyme at the end of line 1. pp: "
-            "percentage points of the probability that line 2 ends on a word that rhymes with the other "
-            f"couplet. Claims are about {scored} of {len(self.patches.scored)} pairs of couplets, those that "
-            "the model ends on their own rhymes. Layer and position were chosen on "
+            "The other couplet has the same words, except for another rhyme at the end of line 1. Effects "
+            "are changes of the probability that line 2 ends on a word that rhymes with the other couplet, "
+            f"in percentage points (pp). Claims are about {scored} of {len(self.patches.scored)} pairs of "
+            "couplets, those that the model ends on their own rhymes. Layer and position were chosen on "
             f"{chosen_on} other pairs, among {len(PLAN) * self.subject.config.num_layers} combinations."
         )
 
@@ -334,9 +334,9 @@ class CoupletPlanning(ModelWorkflow):
         )
         title = f"Positions and layers of {self.subject.name} that change the rhyme of a couplet"
         caption = (
-            "Change, in percentage points (pp), of the probability that line 2 ends on a rhyme of the other "
-            "couplet, when one residual state is patched. The other couplet differs in the last word of line "
-            "1 only."
+            "Each cell: probability that line 2 ends on a rhyme of the other couplet with one residual state "
+            "patched, minus that without, in percentage points (pp). Row: layer after which it is patched; "
+            "column: its position. The other couplet differs only in the last word of line 1."
         )
         yield from together("couplet_planning", title, *maps, caption=caption)
         yield from self._roles_tables()
@@ -376,9 +376,10 @@ class CoupletPlanning(ModelWorkflow):
         layer, role = self.site
         return Heatmap(
             title=title,
-            caption="Each cell: change of the probability that line 2 ends on a rhyme of the other couplet "
-            f"(pp), when the state after one layer at one position is patched from {donor}. Framed: the "
-            "place before line 2 that was chosen on other pairs.",
+            caption="Each cell: probability that line 2 ends on a rhyme of the other couplet with one state "
+            f"patched from {donor}, minus that without, in percentage points (pp). Row: layer after which it "
+            "is patched; column: its position. Framed: the state before line 2 that was chosen on other "
+            "pairs.",
             values=means[name],
             rows=tuple(map(str, range(len(means[name])))),
             columns=ROLES,
@@ -449,13 +450,13 @@ class CoupletPlanning(ModelWorkflow):
             *COLUMNS,
             strong=lambda record: record["is_beyond_chance"],
             title="Rhyme at the end of line 2, by patched state of the other couplet",
-            caption="One row per position whose residual state is patched, after the layer chosen on other "
-            "pairs. Change: of the probability that line 2 ends on a rhyme of the other couplet, in "
-            "percentage points (pp), by patching that couplet's state. Own rhyme: change of the probability "
-            "of a rhyme with its own line 1. Third rhyme, same rhyme, random: controls, the change by states "
-            "of couplets whose line 1 ends on a third rhyme or on another word of the same rhyme, and by "
-            "random changes of the same norm. p: the largest p-value of the three controls, not corrected "
-            "for the number of rows. Bold: beyond chance.",
+            caption="One row per position whose residual state is patched with that of the other couplet, "
+            "after the layer chosen on other pairs. Change: probability that line 2 ends on a rhyme of the "
+            "other couplet, patched minus unpatched, in percentage points (pp). Own rhyme: the same for a "
+            "rhyme with the couplet's own line 1. Controls: states of couplets whose line 1 ends on a third "
+            "rhyme (third rhyme) or on another word of the same rhyme (same rhyme), and random changes of "
+            "the same norm (random). p: the largest p-value of the three controls, not corrected for the "
+            "number of rows. Bold: beyond chance.",
             sources=tuple(self.nodes),
             json={"roles": records},
         )
@@ -467,11 +468,12 @@ class CoupletPlanning(ModelWorkflow):
             *((head, lambda record, kind=kind: record["kl"][kind], ".4f") for head, kind in heads.items()),
             ("p", lambda record: record["kl"]["p"], ".2g"),
             title="Next tokens within line 2, by the same patches",
-            caption="One row per position whose residual state is patched. KL(unpatched run || patched run) "
-            "of next-token distributions in nats, mean over positions from the patched one to the last but "
-            "one of line 2, by states of the other couplet, of couplets with the same rhyme, and by random "
-            "changes of the same norm. Words of one rhyme often have one part of speech (she, we, he), so "
-            "that an effect larger than that of the same rhyme does not show planning by itself.",
+            caption="One row per position whose residual state is patched. Cells: KL(unpatched run || "
+            "patched run) of next-token distributions in nats, mean over positions from the patched one to "
+            "the last but one of line 2. Columns: states of the other couplet; controls, states of couplets "
+            "with the same rhyme and random changes of the same norm. Words of one rhyme often have one part "
+            "of speech (she, we, he). So an effect larger than that of the same rhyme does not show planning "
+            "by itself.",
             sources=tuple(self.nodes),
         )
 
@@ -487,12 +489,12 @@ class CoupletPlanning(ModelWorkflow):
             *COLUMNS,
             strong=lambda record: record["is_beyond_chance"],
             title="Rhyme at the end of line 2, by positions patched in every layer",
-            caption="One row per set of positions; only these have states of the other couplet, or read the "
-            "end of its line 1, in every layer. Change: of the probability that line 2 ends on a rhyme of "
-            "the other couplet, in percentage points (pp); own rhyme: the same for a rhyme with its own line "
-            "1; third rhyme, same rhyme, random: the change with control states. With all positions patched, "
-            f"the change is {self.total:+.1f} pp. p: the largest p-value of the three controls; bold: beyond "
-            "chance.",
+            caption="One row per set of positions that are patched in every layer. Only these have states of "
+            "the other couplet, or read the end of its line 1, in every layer. Change: probability that line "
+            "2 ends on a rhyme of the other couplet, patched minus unpatched, in percentage points (pp). Own "
+            "rhyme: the same for a rhyme with the couplet's own line 1. Third rhyme, same rhyme, random: "
+            "controls, the change with other states. With all positions patched, the change is "
+            f"{self.total:+.1f} pp. p: the largest p-value of the three controls. Bold: beyond chance.",
             sources=tuple(self.nodes),
             json={"ways": records, "total": self.total},
         )
@@ -515,12 +517,13 @@ class CoupletPlanning(ModelWorkflow):
         ends = {"own": own_end, "other": other_end, "patched": patched}
         return Tokens(
             title=f"One couplet, token by token: {placed.pair.end!r} becomes {placed.pair.other!r}",
-            caption="Each row shows the couplet once per layer; shade: change of the probability that it "
-            "ends on a rhyme of the other couplet (pp) when the state of that token is patched from the "
-            "other couplet. The tokens in the middle of line 2 are patched together. The model ends this "
-            f"couplet on {own_end!r}, the other couplet on {other_end!r}, and this couplet with the other's "
-            f"state at the {ROLES[role]} after layer {layer} on {patched!r}. Shown is the pair whose effect "
-            "of the whole other couplet is nearest to the mean.",
+            caption="One row per layer: the couplet, token by token. Shade: change of the probability that "
+            "it ends on a rhyme of the other couplet, in percentage points (pp), when the state of that "
+            "token after that layer is patched from the other couplet. The tokens in the middle of line 2 "
+            f"are patched together. The model ends this couplet on {own_end!r} and the other couplet on "
+            f"{other_end!r}. With the other's state at the {ROLES[role]} after layer {layer}, it ends this "
+            f"couplet on {patched!r}. Shown is the pair whose effect of the whole other couplet is nearest "
+            "to the mean.",
             texts=tuple(Text(tokens, values, f"layer {layer}") for layer, values in enumerate(shown)),
             value_name="change of P(rhymes)",
             unit=UNIT,

@@ -306,12 +306,12 @@ class CharacterCountHelix(ModelWorkflow):
             strong=lambda document: document["layer"] == shown,
             title=f"Mean state of {self.subject.name} by character count: {tokens:,} tokens at "
             f"{len(counts)} counts",
-            caption="One row per layer. The residual stream is averaged over all tokens with the same number "
-            "of characters since the line start (the count): one mean per count. PC1, PC2, …: share of the "
+            caption="The count: number of characters since the line start. States are averaged over all "
+            "tokens with the same count: one mean per count. One row per layer. PC1, PC2, …: share of the "
             "variance of these means that a principal component explains. Lowest cos: cosine of two means, "
-            "averaged over all pairs with the same difference of counts, at the difference where it is "
+            "averaged over all pairs of counts with the same difference, at the difference where it is "
             "smallest. R²: linear regression of the count on the states, scored on held-out prompts. "
-            "(shuffled): control with counts shuffled among tokens.",
+            "(shuffled): control, counts shuffled among tokens. Bold: the layer that the figures show.",
         )
         shuffled = self.control["ringing"].reindex(offset=geometry["offset"])
         both = stacked("counts", {"true": geometry["ringing"], "shuffled": shuffled})
@@ -322,8 +322,9 @@ class CharacterCountHelix(ModelWorkflow):
         curves = numbered["projection"][..., :4].transpose("layer", "component", "count")
         centred = "centred " if geometry.attrs["centred"] else ""
         bands = (
-            f"Each cell: cosine between the {centred}mean states of two character counts. Positive bands "
-            "beside the diagonal: the curve of means winds back to an earlier direction (ringing)."
+            f"Each cell: cosine between the {centred}mean states of two character counts (row, column). "
+            "Positive bands beside the diagonal: the curve of means winds back to an earlier direction "
+            "(ringing)."
         )
         square: dict[str, Any] = {name: tuple(map(str, counts)) for name in ("rows", "columns")}
         ends: dict[str, Any] = {"low": -1.0, "high": 1.0}
@@ -332,8 +333,9 @@ class CharacterCountHelix(ModelWorkflow):
             for title, caption, sources, make in (
                 (
                     "Ringing",
-                    ("Cosine between the mean states of two character counts, averaged over all pairs of "
-                    "counts with the same difference. Dashed: the same with counts shuffled among tokens."),
+                    ("x: difference of two character counts. y: cosine between their mean states, averaged "
+                    "over all pairs of counts with this difference. Dashed: control, counts shuffled among "
+                    "tokens."),
                     ("geometry", "control"),
                     lambda layer: Lines.of(
                         ringing_curves.sel(layer=layer),
@@ -353,8 +355,8 @@ class CharacterCountHelix(ModelWorkflow):
                 ),
                 (
                     "Principal components of the curve",
-                    ("Projection of the mean state of each character count on the first principal components "
-                    "of these means. All curves have the same scale."),
+                    ("x: character count. y: projection of its mean state on a principal component of these "
+                    "means. One curve per component, all on the same scale."),
                     ("geometry",),
                     lambda layer: Lines.of(
                         curves.sel(layer=layer), x_name="characters since the line start", apart=True
@@ -365,12 +367,13 @@ class CharacterCountHelix(ModelWorkflow):
         along: dict[str, Any] = {"control": "shuffled counts", "low": 0.0, "high": 1.0, "at": shown}
         scores = self.r2.sel(layer=layers).transpose("counts", "layer")
         scores = scores.assign_coords(counts=[f"{counts} counts" for counts in scores["counts"].values])
-        marked = f"Dashed: counts shuffled among tokens. Marked: layer {shown}, which the other panels show."
+        marked = f"Dashed: control, counts shuffled among tokens. Marked: layer {shown}, which the other "
+        "panels show."
         readout = Lines.of(
             scores,
             "Linear regression of the count",
-            "R², on held-out prompts, of a linear regression of the character count on the states of each "
-            f"layer. {marked}",
+            "x: layer. y: R², on held-out prompts, of a linear regression of the character count on the "
+            f"layer's states. {marked}",
             y_name="R² on held-out prompts",
             **along,
         )
@@ -378,16 +381,16 @@ class CharacterCountHelix(ModelWorkflow):
         dims = Lines.of(
             self._shares(ratio),
             "Dimensions of the means",
-            "Share of the variance of the mean states per character count that the first principal "
-            f"components explain, by layer. {marked}",
+            "x: layer. y: share of the variance of the means (mean state per character count) that the first "
+            f"principal components explain together. One curve per number of components. {marked}",
             y_name="share of the variance explained",
             **along,
         )
         variance = Bars.of(
             ratio[:6],
             "Variance of the means by component",
-            "Share of the variance of the mean states per character count that each principal component "
-            "explains, by layer.",
+            "x: layer. y: share of the variance of the means (mean state per character count). One colour "
+            "per principal component, stacked.",
             stacked=True,
             low=0.0,
             high=1.02,
@@ -405,9 +408,9 @@ class CharacterCountHelix(ModelWorkflow):
             ("counts \\ difference", lambda row: row["counts"].item()),
             *((str(d), partial(_at, d), "+.2f") for d in offsets),
             title=f"Ringing in layer {shown}: mean cosine of two means by the difference of their counts",
-            caption="Columns: difference of two character counts. Cells: cosine between the mean states of "
-            "two counts, averaged over all pairs with that difference. Second row: counts shuffled among "
-            "tokens, as a control.",
+            caption="Columns: difference of two character counts (characters since the line start). Cells: "
+            "cosine between the mean states of two counts, averaged over all pairs with that difference. "
+            "Second row: control, counts shuffled among tokens.",
         )
 
     def _shares(self, ratio: xr.DataArray) -> xr.DataArray:

@@ -339,7 +339,7 @@ class LogitAttribution(ModelWorkflow):
             yield Choice(
                 title=f"Share of each {unit} in the {attributed}",
                 caption=f"Share: what the output of one {'head' if unit == 'head' else 'attention or MLP'} "
-                f"adds to the {attributed} at the last token, in logits. It is a direct effect; what later "
+                f"adds to the {attributed} at the last token, in logits. It is a direct effect. What later "
                 "layers make of the output is not counted.",
                 sources=(f"{unit}s",),
                 name="prompt",
@@ -352,8 +352,8 @@ class LogitAttribution(ModelWorkflow):
             yield Figure(
                 name=f"logit_attribution_{i}",
                 title=f"Direct logit attribution in {name}: {self.contrast(self.document(i))}",
-                caption=f"Shares of the {attributed} at the last token of '{format_text(self.texts[i])}', in "
-                "logits.",
+                caption=f"Share: what a component adds to the {attributed} at the last token of "
+                f"'{format_text(self.texts[i])}', in logits.",
                 panels=(
                     *self._parts(shares.isel(prompt=[i])),
                     *([_neurons(neurons)] if neurons else []),
@@ -363,8 +363,8 @@ class LogitAttribution(ModelWorkflow):
             yield Figure(
                 name="logit_attribution_mean",
                 title=f"Direct logit attribution in {name}: {attributed}",
-                caption=f"Shares of the {attributed} at the last token, in logits, mean of {n_prompts} "
-                "prompts. Thin lines: 10 % to 90 % quantiles over prompts.",
+                caption=f"Share: what a component adds to the {attributed} at the last token, in logits, "
+                f"mean of {n_prompts} prompts. Thin lines: 10 % to 90 % quantiles over prompts.",
                 panels=self._parts(shares),
             )
 
@@ -430,9 +430,9 @@ class LogitAttribution(ModelWorkflow):
             *columns,
             title=f"Components with the largest shares in {self.contrast(document)} after "
             f"'{format_text(self.texts[0])}'",
-            caption="Share: what a component adds to the attributed logit or logit difference, in logits; "
-            "largest magnitude first in each pair of columns. L2H3: head 3 of layer 2; L2N3: neuron 3 of "
-            f"layer 2. All components together sum to {document['attributed']:+.2f}.",
+            caption="One row per rank, in each pair of columns; largest magnitude first. Share: what a "
+            "component adds to the attributed logit or logit difference, in logits. L2H3: head 3 of layer 2; "
+            f"L2N3: neuron 3 of layer 2. All components together sum to {document['attributed']:+.2f}.",
         )
 
 
@@ -456,8 +456,9 @@ def _heads(part: xr.Dataset, title: str = "") -> Heatmap:
     return Heatmap.of(
         mean,
         title,
-        "Logits that one head's output adds at the last token. Framed: the largest magnitude, layer "
-        f"{layer}, head {head}, with {float(mean.sel(layer=layer, head=head)):+.2f} logits.",
+        "Each cell: logits that the output of one head (column) of one layer (row) adds at the last token. "
+        f"Framed: the largest magnitude, layer {layer}, head {head}, with "
+        f"{float(mean.sel(layer=layer, head=head)):+.2f} logits.",
         value_name="share of the head",
         unit="logits",
         diverging=True,
@@ -488,8 +489,9 @@ def _bars(part: xr.Dataset) -> Bars:
 
     return Bars(
         title="By layer",
-        caption="Logits that the embedding, the attention and the MLP of each layer, and the biases of the "
-        "readout add at the last token; sum: all of them.",
+        caption="One group of bars per layer: logits that the output of its attention and its MLP adds at "
+        "the last token. Further bars: the embedding, the biases of the readout (final norm and "
+        "unembedding), and the sum of all.",
         x=("embedding", *map(str, layers), *last_bars),
         lines=tuple(bar(name, values) for name, values in (*series, ("", not_layers))),
         x_name="layer",
@@ -505,8 +507,8 @@ def _neurons(neurons: list[tuple[int, int, float]]) -> Bars:
     shares = np.array([share for *_, share in neurons[::-1]])
     return Bars(
         title="By neuron",
-        caption="Logits that single neurons add at the last token, for the "
-        f"{len(neurons)} neurons with the largest magnitude.",
+        caption=f"One bar per neuron: logits that it adds at the last token. Shown are the {len(neurons)} "
+        "neurons with the largest magnitude.",
         x=tuple(f"layer {layer}, {neuron}" for layer, neuron, _ in neurons[::-1]),
         lines=(Line("share", shares),),
         signed=True,

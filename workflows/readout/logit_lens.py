@@ -200,9 +200,9 @@ class LogitLens(ModelWorkflow):
         lenses = [Lens.of(self.prompt(i), self.vocabulary, title="") for i in range(len(texts))]
         yield Choice(
             title=title,
-            caption="Each cell: the most likely token when the residual stream after one layer, at one "
-            "position, is decoded with the model's own final norm and unembedding. This shows what can be "
-            "decoded, not what later layers use. Click a cell to pin it.",
+            caption="Each cell: the most likely token when the residual stream after one layer (row), at one "
+            "position (column), is decoded with the model's own final norm and unembedding. This shows what "
+            "can be decoded, not what later layers use. Click a cell to pin it.",
             sources=("lens", "readout"),
             name="prompt",
             options=tuple(zip(map(format_text, texts), lenses, strict=True)),
@@ -210,8 +210,9 @@ class LogitLens(ModelWorkflow):
         for i, lens in enumerate(lenses[: self.settings.heatmaps]):
             frames = " Framed: the token that does come next in the prompt." if any(lens.target) else ""
             caption = (
-                "Each cell: the most likely token when the residual stream of one layer and position is "
-                f"decoded with the final norm and unembedding, shaded by its probability.{frames}"
+                "Each cell: the most likely token when the residual stream after one layer (row), at one "
+                "position (column), is decoded with the final norm and unembedding. Shade: its "
+                f"probability.{frames}"
             )
             yield Figure(name=f"logit_lens_{i}", title=title, caption=caption, panels=(lens,))
         answers = self.answers()
@@ -251,16 +252,16 @@ class LogitLens(ModelWorkflow):
             drawn = f"{len(words)} prompts: median (line), middle 50 % and middle 90 % (bands)"
         curves = Lines(
             title="Probability of the answer by layer",
-            caption="Probability of each prompt's answer when the residual stream of a layer is decoded at "
-            f"the {where}. {drawn}.",
+            caption="x: layer. y: probability of the answer when the residual stream after the layer is "
+            f"decoded at the {where}. {drawn}.",
             y_name="probability of the answer",
             lines=(*lines, Line("median", median, strong=True)),
             **by_layer,
         )
         ranks = Lines(
             title="Answer among the most likely tokens by layer",
-            caption="Share of prompts whose answer is among the 10, the 5, or is the single most likely "
-            f"token when the residual stream of a layer is decoded at the {where}.",
+            caption=f"x: layer whose residual stream is decoded at the {where}. y: share of prompts whose "
+            "answer is among the 10 most likely tokens, among the 5, or the single most likely one.",
             y_name="share of prompts",
             lines=shares,
             filled=True,
@@ -288,7 +289,7 @@ class LogitLens(ModelWorkflow):
             f"'{format_text(self.texts[i])}' …",
             caption="One row per layer: the most likely next tokens, with their probabilities, when the "
             "residual stream after that layer is decoded at the end of the prompt. Entropy: of the decoded "
-            "distribution; KL: its divergence from the last layer's; both in nats.",
+            "distribution, in nats. KL: of this distribution from that of the last layer, in nats.",
         )
 
     def _answers_table(self, answers: xr.Dataset) -> Table:
@@ -312,8 +313,8 @@ class LogitLens(ModelWorkflow):
             ("top 1 from", lambda row: since(row[0], 1), str),
             ("P, last layer", lambda row: float(probabilities[row[0]]), format_probability),
             title=f"The answer is the model's most likely token in {best} of {n} prompts",
-            caption=f"One row per prompt.{more} Top {TOP} from, top 1 from: first layer whose decoded "
-            f"residual stream has the answer among its {TOP} most likely tokens, or as the most likely one. "
-            "P, last layer: probability of the answer in the model's own prediction. Of an answer of several "
-            "tokens, the first one is tracked.",
+            caption=f"One row per prompt.{more} Top {TOP} from: first layer whose decoded residual stream "
+            f"has the answer among its {TOP} most likely tokens. Top 1 from: the first one with the answer "
+            "as the most likely token. P, last layer: probability of the answer in the model's own "
+            "prediction. Of an answer of several tokens, the first one is tracked.",
         )

@@ -256,9 +256,9 @@ def _curves(document: dict[str, Any], scored: xr.Dataset) -> Lines:
     is_number = document["kind"] == "number"
     return Lines(
         title=f"Linear probe of {_target_name(document)}",
-        caption=f"{_measure(document)} on held-out prompts of a linear probe fitted to the states of each "
-        "layer. Bands: 95 % intervals from a bootstrap over these prompts. Shuffled: control, a probe fitted "
-        "to targets that were shuffled among tokens.",
+        caption=f"x: layer. y: {_measure(document)}, on held-out prompts, of a linear probe fitted to the "
+        "layer's states. Bands: 95 % intervals from a bootstrap over these prompts. Shuffled: control, a "
+        "probe fitted to targets that were shuffled among tokens.",
         sources=(document["target"],),
         x=tuple(scored["layer"].values.tolist()),
         x_name="layer",

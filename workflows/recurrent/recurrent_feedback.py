@@ -312,7 +312,7 @@ class RecurrentFeedback(ModelWorkflow):
         choice = self.preset.selection if self._is_presets else "set by the user"
         return (
             f"How the condition was selected: {choice}. {n_unfinished} of its {n_lines} second lines run on "
-            f"for {self.settings.max_tokens} tokens; they are cut there, and the word at the cut is scored."
+            f"for {self.settings.max_tokens} tokens. They are cut there, and the word at the cut is scored."
         )
 
     @property
@@ -389,10 +389,10 @@ class RecurrentFeedback(ModelWorkflow):
             title=f"{self.subject.name}: second lines that rhyme, by condition",
             caption="One row per condition of generation. Rhymes: second lines whose last word rhymes with "
             "the first line, or is its last word, so that a copied line counts. Ended: second lines that end "
-            f"within {self.settings.max_tokens} tokens. baseline: plain forward pass; double_pass: a block "
-            "of layers is run twice; unembed: feedback of the rhyme into the block, at the end of the first "
-            "line; sustained: feedback at every token. Numbers: layers of the block; s: strength of the "
-            "feedback. Bold: the baseline and the selected condition.",
+            f"within {self.settings.max_tokens} tokens. Conditions: baseline, control, a plain forward pass; "
+            "double_pass, a block of layers is run twice; unembed, the rhyme is also fed back into the "
+            "block, at the end of the first line; sustained, at every token. Numbers: first and last layer "
+            "of the block; s: strength of the feedback. Bold: the baseline and the selected condition.",
             strong=lambda row: row["name"] in ("baseline", self.condition.name),
             sources=("trials",),
             json={"conditions": self.records},
@@ -438,9 +438,10 @@ class RecurrentFeedback(ModelWorkflow):
         ]
         return Lines(
             title="Second lines that end on another rhyming word, by strength of the feedback",
-            caption="Number of second lines whose last word rhymes with the first line and is not its last "
-            "word, with feedback of the rhyme at the end of the first line. One curve per block of layers; "
-            f"dashed: plain forward pass, {plain:g} of {len(self.lines)} lines.",
+            caption="x: strength of the feedback of the rhyme at the end of the first line. y: number of "
+            f"second lines, of {len(self.lines)}, whose last word rhymes with the first line and is not its "
+            "last word. One curve per block of layers. Dashed: control, a plain forward pass without "
+            f"feedback ({plain:g} lines).",
             x=tuple(strengths),
             x_name="strength",
             y_name="lines",
@@ -466,9 +467,9 @@ class RecurrentFeedback(ModelWorkflow):
             ("feedback of another rhyme", "foreign_word"),
             title=f"Last words of second lines, {self.condition.description}",
             caption="One row per first line. Plain, feedback: last word of the second line in a plain pass "
-            "and under the selected condition. OK: both rhyme; RESCUED: only that with feedback; REGRESS: "
-            "only that of the plain pass; -: neither. Second line: the one with feedback. Last column, a "
-            "control: last word when the rhyme of another line, half the list further on, is fed back.",
+            "and under the selected condition. Verdict: OK, both rhyme; RESCUED, only the one with feedback; "
+            "REGRESS, only the plain one; -, neither. Second line: the one with feedback. Last column: "
+            "control, the last word when the rhyme of another line is fed back, half the list further on.",
             json={"couplets": couplets},
         )
         yield Table.of(
@@ -486,10 +487,10 @@ class RecurrentFeedback(ModelWorkflow):
             ),
             ("in the top 100", lambda couplet: _pair(couplet["planning"])),
             title="Most probable rhyme right after the first line",
-            caption="One row per first line; next-token distribution right after its line break. Best rhyme: "
-            "the most probable of all words that rhyme with the line, each by its last token. Rank 1 is the "
-            "most probable token; p: probability. In the top 100: number of rhymes among the 100 most "
-            "probable tokens, plain pass -> feedback.",
+            caption="One row per first line. Read is the next-token distribution right after its line break. "
+            "Best rhyme: the most probable of all words that rhyme with the line, each by its last token. "
+            "Rank: 1 is the most probable token of all. p: its probability. In the top 100: number of rhymes "
+            "among the 100 most probable tokens, plain pass -> with feedback.",
         )
 
     def _trials_of(self, condition: int) -> xr.Dataset:

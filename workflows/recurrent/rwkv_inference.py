@@ -216,9 +216,9 @@ class RwkvInference(PlaceWorkflow):
         sweep = Heatmap.of(
             self.writes["kl"].transpose("layer", "position"),
             "Effect of leaving out a write, KL in nats",
-            "Each cell: what one token writes to the recurrent state of one layer is left out. KL of the "
-            "last token's prediction from that of the unchanged run. Framed: the selected write of "
-            f"{names[self.position]} in layer {self.layer}.",
+            "Each cell: what one token (column) writes to the recurrent state of one layer (row) is left "
+            "out. Value: KL of the last token's prediction from that of the unchanged run, in nats. Framed: "
+            f"the selected write of {names[self.position]} in layer {self.layer}.",
             columns=tuple(names),
             column_name="writing token",
             low=0.0,
@@ -232,9 +232,9 @@ class RwkvInference(PlaceWorkflow):
         curves = Lines.of(
             self.response["kl"].transpose("layer", "dose"),
             f"Effect of scaling the write of {names[self.position]}, KL in nats",
-            f"What {names[self.position]} writes to the recurrent state of one layer is multiplied by a "
-            "factor (0: left out; 1: unchanged). KL of the last token's prediction from that of the "
-            f"unchanged run. One curve per layer; thick: layer {self.layer}.",
+            f"x: factor by which the write of {names[self.position]} to the recurrent state of one layer is "
+            "multiplied (0: left out; 1: unchanged). y: KL of the last token's prediction from that of the "
+            f"unchanged run, in nats. One curve per layer; thick: layer {self.layer}.",
             x_name="factor of the write",
             low=0.0,
             strong=self.layer,
@@ -274,9 +274,9 @@ class RwkvInference(PlaceWorkflow):
         weights = edge.transpose("layer", "head").values
         return Attention(
             title="Effective attention of each head",
-            caption="Effective attention: the contribution of the value that a position wrote to the output "
-            "of a head, as a share of all positive contributions; negative ones are left out. Point at a "
-            "token, or move with the arrow keys.",
+            caption="Effective attention, for each head and token: how much the value that an earlier "
+            "position wrote contributes to the head's output, as a share of all positive contributions. "
+            "Negative ones are left out. Point at a token, or move with the arrow keys.",
             tokens=tuple(self.subject.token_labels(self.encoding.ids)),
             layers=tuple(pattern["layer"].values.tolist()),
             pattern=pattern.values,
@@ -313,9 +313,9 @@ class RwkvInference(PlaceWorkflow):
             ("layer", "layer", lambda layer: dim(str(layer))),
             ("KL, all layers", "kl_all_layers", ".5f"),
             title="Effect of leaving out the writes of each token",
-            caption="One row per token of the prompt. KL of the last token's prediction from that of the "
-            "unchanged run, in nats, when what the token writes to the recurrent state is left out: in the "
-            "layer where this has the largest KL, and in all layers.",
+            caption="One row per token of the prompt. What it writes to the recurrent state is left out. KL: "
+            "of the last token's prediction from that of the unchanged run, in nats. One layer: the write is "
+            "left out in the layer where this has the largest KL. All layers: in all.",
             sources=("writes", "together"),
             json={"positions": rows},
         )
@@ -337,9 +337,9 @@ class RwkvInference(PlaceWorkflow):
             ("p(target)", lambda row: dash(row["p_target"], ".4f"), str),
             ("largest change", lambda row: format_token(row["top_changed"][0]["token"])),
             title=f"Effect of scaling the write of {names[self.position]} in layer {self.layer}",
-            caption="One row per factor that the write to the recurrent state is multiplied by (0: left out; "
-            "1: unchanged). KL: of the last token's prediction from that of the unchanged run, in nats; "
-            "logit diff: target logit of the unchanged run minus that with the scaled write; largest change: "
+            caption="One row per factor: the write to the recurrent state is multiplied by it (0: left out; "
+            "1: unchanged). KL: of the last token's prediction from that of the unchanged run, in nats. "
+            "Logit diff: target logit of the unchanged run minus that with the scaled write. Largest change: "
             "token whose probability changes most.",
             sources=("response",),
             json={"steering": rows},

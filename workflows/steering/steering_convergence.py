@@ -386,8 +386,8 @@ class PushedStatesCases(ModelWorkflow):
         yield Lines.of(
             kl,
             "Effect on the next-token distribution",
-            "KL(undisturbed run || pushed run) of the next-token distribution, by strength of the push; one "
-            "curve per layer after which the push is added.",
+            "x: strength of the push. y: KL(undisturbed run || pushed run) of the next-token distribution, "
+            "in nats. One curve per layer after which the push is made.",
             low=0.0,
         )
         for i, (case, matrix) in enumerate(zip(self.cases, matrices, strict=True)):
@@ -410,8 +410,8 @@ class PushedStatesCases(ModelWorkflow):
             if fates.claim is None
         )
         return (
-            "A push adds a vector to the residual stream at one position after one layer. The claim compares "
-            f"how much of its effect is left at the last layer with control pushes.{''.join(unclaimed)}"
+            "A push adds a vector to the residual stream at one position after one layer. The claim: how "
+            f"much of its effect is left at the last layer, compared with control pushes.{''.join(unclaimed)}"
         )
 
     def _pushed(self, case: Case, suffix: str = "") -> str:
@@ -446,9 +446,9 @@ class PushedStatesCases(ModelWorkflow):
             grid,
             start=1.0,
             title="How far from the undisturbed run is a state after a push?",
-            caption="Each cell: cosine between the residual states of the pushed and of the undisturbed run, "
-            "for a push after one layer (row) read after a later layer (column). Outcome of all pushes: "
-            f"{label}. Framed: the push is absorbed, i.e. {ABSORBED}.",
+            caption="Each cell: cosine between the residual states of the pushed and of the undisturbed run. "
+            "Row: layer after which the push is made; column: later layer in which states are compared. "
+            f"Outcome of all pushes: {label}. Framed: the push is absorbed, i.e. {ABSORBED}.",
         )
 
     def _strengths(self, i: int, best: int) -> tuple[Lines, Lines]:
@@ -460,9 +460,9 @@ class PushedStatesCases(ModelWorkflow):
         )
         above = row["similarity"].transpose("strength", "read_layer").isel(read_layer=slice(best, None))
         caption = (
-            f"Cosine between pushed and undisturbed states after each layer from {best} on; one curve per "
-            f"strength of the push. Dashed: {threshold:g}, above which a state counts as near the "
-            "undisturbed one."
+            f"x: layer, from the push (after layer {best}) on. y: cosine between pushed and undisturbed "
+            f"states. One curve per strength of the push. Dashed: {threshold:g}, above which a state counts "
+            "as near the undisturbed one."
         )
         cosines = Lines.of(above, f"A push after layer {best}, by strength", caption, y_name="cosine")
         near = Line(f"near, {threshold:g}", np.full(len(cosines.x), threshold), control=True)
@@ -470,8 +470,8 @@ class PushedStatesCases(ModelWorkflow):
         answer = Lines.of(
             kl,
             title,
-            f"KL(undisturbed run || run with a push after layer {best}) of the next-token distribution, by "
-            "strength of the push.",
+            f"x: strength of the push. y: KL(undisturbed run || run with a push after layer {best}) of the "
+            "next-token distribution, in nats.",
             low=0.0,
         )
         return replace(cosines, lines=(*cosines.lines, near)), answer
@@ -502,11 +502,10 @@ class PushedStatesCases(ModelWorkflow):
             ("norm of the state", at_layer("state_norm"), ".2f"),
             title=self._pushed(case, f" ({case.position})"),
             caption="One row per layer after which the vector is added, at strength 1. Cosine at the end: "
-            "between the last layer's states of the pushed and of the undisturbed run; KL: of the next-token "
-            f"distributions, in nats. Outcome of all pushes: {document['label']}. Absorbed: {ABSORBED}; "
-            "nothing follows: there is no later layer that could absorb the push. "
-            "p(target) in the undisturbed run: "
-            f"{dash(document['baseline_p_target'], format_probability)}.",
+            "between the last layer's states of the pushed and of the undisturbed run. KL: between their "
+            f"next-token distributions, in nats. Outcome of all pushes: {document['label']}. Absorbed: "
+            f"{ABSORBED}. Nothing follows: no later layer could absorb the push. p(target) in the "
+            f"undisturbed run: {dash(document['baseline_p_target'], format_probability)}.",
         )
         yield Table.of(
             document["strength_sweep"],
@@ -516,9 +515,9 @@ class PushedStatesCases(ModelWorkflow):
             ("p(target)", target, str),
             title=f"Pushes after layer {document['best_injection_layer']}, by strength",
             caption="One row per strength, the factor of the added vector. KL: of the next-token "
-            "distribution from that of the undisturbed run, in nats. The layer is the deepest one whose push "
-            "of strength 1 is followed by a state with a cosine with the undisturbed run of at least "
-            f"{self.settings.threshold:g}; without such a layer, the one with the smallest KL.",
+            "distribution from that of the undisturbed run, in nats. The layer is the deepest one after "
+            f"whose push of strength 1 some state has a cosine of at least {self.settings.threshold:g} with "
+            "the undisturbed run. Without such a layer, it is the one with the smallest KL.",
         )
 
     def _batch_table(self, documents: list[dict[str, Any]]) -> Table:

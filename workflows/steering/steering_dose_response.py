@@ -225,9 +225,10 @@ class SteeringDoseResponse(EdgeWorkflow):
         weights = Lines.of(
             attention,
             f"Attention of {reads} to {is_read} by dose",
-            "Attention weight of the edge, mean over heads, when it is multiplied by a dose; one curve per "
-            f"layer, thick: layer {self.layer}. Dashed: that layer's weight times the dose, without "
-            "renormalisation of the attention row.",
+            "x: dose, the factor of one attention weight, that of an edge from query to key. y: the weight "
+            "after multiplication and renormalisation, mean over heads. One curve per layer; thick: layer "
+            f"{self.layer}. Dashed: that layer's weight times the dose, without renormalisation of the "
+            "attention row.",
             **shared,
         )
         linear = Line("without renormalisation", baseline * np.array(weights.x), control=True)
@@ -235,8 +236,8 @@ class SteeringDoseResponse(EdgeWorkflow):
         answer = Lines.of(
             kl,
             "Effect on the next-token distribution",
-            "KL(unchanged run || steered run) of the next-token distribution, by dose; one curve per layer, "
-            f"thick: layer {self.layer}.",
+            "x: dose. y: KL(unchanged run || steered run) of the next-token distribution, in nats. One curve "
+            f"per layer; thick: layer {self.layer}.",
             **shared,
         )
         query, key = map(repr, self.subject.token_labels(self.encoding.ids[place] for place in self.edge))
@@ -288,11 +289,11 @@ class SteeringDoseResponse(EdgeWorkflow):
             ("changed most", most_changed),
             title=f"{self.subject.name}, layer {self.layer}: {edge}",
             caption="One row per dose: the attention weight of the edge is multiplied by it in all heads, "
-            "and the attention row renormalised. Attention: resulting weight; if linear: without "
-            "renormalisation; KL: of the next-token distribution from the unchanged run, in nats; logit "
-            "diff: target logit of the unchanged run minus that of the steered run. The dose that reaches a "
-            f"weight of {aim:.3f} is {calibration.scale_factor_to_source():.3g}x if weights were linear in "
-            f"the dose, {_or(interpolated, 'outside these doses')} interpolated between the rows, and "
+            "and the attention row renormalised. Attention: resulting weight. If linear: without "
+            "renormalisation. KL: of the next-token distribution from that of the unchanged run, in nats. "
+            "Logit diff: target logit of the unchanged run minus that of the steered run. Dose for a weight "
+            f"of {aim:.3f}: {calibration.scale_factor_to_source():.3g}x if weights were linear in the dose; "
+            f"{_or(interpolated, 'outside these doses')} interpolated between the rows; "
             f"{_or(exact, 'out of reach')} exactly.",
             json={
                 "points": rows,

@@ -182,15 +182,16 @@ class Composition(ModelWorkflow):
     def _table_caption(self) -> str:
         """Caption of the table of the best pairs; names the control columns if there are controls."""
         caption = (
-            "One row per pair of heads, largest scores first. Score: how much of the output subspace of the "
-            "writing head the reading head takes in, as query, key or value. L3H1: head 1 of layer 3."
+            "One row per pair of heads, largest scores first. One head writes; a later one reads its output "
+            "as query, key or value. Score: how much of the output subspace of the writing head the reading "
+            "head takes in. L3H1: head 1 of layer 3."
         )
         if not self.n_controls:
             return caption
         return (
-            f"{caption} Rotated: mean score with {self.n_controls} random rotations of the writing "
-            "head; p, one pair: share of these rotations (and of the pair itself) with a score as large, not "
-            "corrected for the number of pairs."
+            f"{caption} Rotated: control, the mean score with {self.n_controls} random rotations of the "
+            "writing head. p, one pair: share of these rotations (and of the pair itself) with a score as "
+            "large, not corrected for the number of pairs."
         )
 
     def _heatmap(self, mode: str) -> Heatmap:
@@ -210,7 +211,7 @@ class Composition(ModelWorkflow):
                 title,
                 "Each cell: the largest value of any pair of heads of two layers, one that writes (row) and "
                 "one that reads (column). Value: composition score minus its mean with random rotations of "
-                "the writing head.",
+                "the writing head (control).",
                 **options,
             )
         writes, reads = (
@@ -223,7 +224,8 @@ class Composition(ModelWorkflow):
         return Heatmap(
             title=title,
             caption="Each cell: a head that writes (row) and a later head that reads its output (column). "
-            "Value: composition score minus its mean with random rotations of the writing head.",
+            "Value: their composition score, minus its mean with random rotations of the writing head "
+            "(control).",
             values=values.reshape(len(writes), len(reads)),
             rows=writes,
             columns=reads,

@@ -256,8 +256,9 @@ class InspectWeights(Workflow):
             ("largest", "high", ".3g"),
             ("layer", "high_layer", "d"),
             title=f"Weights of {name}: {total:,} parameters, {config.num_layers} layers",
-            caption="One row per kind of tensor that layers have: its shape, its smallest and largest "
-            f"Frobenius norm, and the layers with them. Sizes of the model: {sizes_text.replace('_', ' ')}.",
+            caption="One row per kind of tensor in the layers: its shape, its smallest and its largest "
+            "Frobenius norm, each with the layer that has it. Sizes of the model: "
+            f"{sizes_text.replace('_', ' ')}.",
         )
         broken = [fact.name for *_, fact in facts if fact.finite is False]
         more = " …" if len(broken) > 3 else ""
@@ -276,7 +277,7 @@ class InspectWeights(Workflow):
         # Norms grow with the number of entries: beside matrices, curves of vectors would lie at 0.
         is_matrix = np.array([ranks[matrix] > 1 for matrix in self.matrices], bool)
         kinds = {"Matrices": drawn[is_matrix], "Vectors: norms and biases": drawn[~is_matrix]}
-        caption = f"One curve per kind of tensor: {unit} in each layer, of the weights as they are stored."
+        caption = f"x: layer. y: {unit} of the weights as they are stored. One curve per kind of tensor."
         curves = [Lines.of(part, title, caption, low=0.0) for title, part in kinds.items() if part.size]
         panels = list(map(self._in_families, curves))
         if panels:
@@ -289,7 +290,8 @@ class InspectWeights(Workflow):
             ("dtype", "dtype"),
             *((key, lambda fact, key=key: dash(fact[key], ".3g"), str) for key in ("norm", "mean", "std")),
             title="Tensors outside the layers",
-            caption="Norm: Frobenius norm; mean, std: mean and standard deviation of the entries."
+            caption="One row per tensor. Norm: Frobenius norm. Mean, std: mean and standard deviation of the "
+            "entries."
             + (" The embedding is also the unembedding (tied)." if config.tie_word_embeddings else ""),
         )
 

@@ -159,8 +159,8 @@ class OvQk(ModelWorkflow):
         """Caption of the claims: definition and limits of copying scores."""
         return (
             "Copying score of a head: sum of the eigenvalues of its full OV circuit (embedding to "
-            "unembedding) divided by the sum of their absolute values. 1: attended tokens raise their own "
-            "logits; -1: they lower them. It is computed from the weights alone; which tokens a head attends "
+            "unembedding), divided by the sum of their absolute values. 1: attended tokens raise their own "
+            "logits; -1: they lower them. It is computed from the weights alone. Which tokens a head attends "
             "to is not measured."
         )
 
@@ -200,8 +200,8 @@ class OvQk(ModelWorkflow):
         by_head = Heatmap.of(
             self.copying["copying"].transpose("layer", "head"),
             "Copying score",
-            "Each cell: copying score of one head, from the weights alone. 1: attending to a token raises "
-            "its own logit; -1: lowers it.",
+            "Each cell: copying score of one head (column) of one layer (row), from the weights alone. 1: "
+            "attending to a token raises its own logit; -1: it lowers it.",
             sources=("copying",),
             diverging=True,
             low=-1.0,
@@ -217,14 +217,14 @@ class OvQk(ModelWorkflow):
     def _heads_caption(self) -> str:
         """Caption of the table of heads; names the control columns if there are controls."""
         controls = (
-            f" Random: range of 95 % of {self.n_controls} draws in which the same head writes into "
-            "random directions; quantile: of the head's score among these draws."
+            f" Random: control, the range of 95 % of {self.n_controls} draws in which the same head writes "
+            "into random directions. Quantile: share of these draws below the head's score."
             if self.n_controls
             else ""
         )
         return (
             "One row per head. Copying: copying score, from -1 (attended tokens lower their own logits) to 1 "
-            f"(they raise them).{controls} Norm of OV: Frobenius norm; first direction: share of OV's "
+            f"(they raise them).{controls} Norm of OV: Frobenius norm. First direction: share of OV's "
             "squared norm in its largest singular value."
         )
 
@@ -252,9 +252,9 @@ class OvQk(ModelWorkflow):
             (sides[0], lambda row: " ".join(format_token(token) for token in row["read"])),
             (sides[1], lambda row: " ".join(format_token(token) for token in row["written"])),
             title=f"Singular directions of {circuit} of L{layer}H{head}{apart}",
-            caption=f"One row per singular direction of the head's {circuit} circuit, largest first: the "
-            "tokens with the largest projections on each of its two sides. Share: part of the circuit's "
-            "squared Frobenius norm that the direction holds.",
+            caption=f"One row per singular direction of the head's {circuit} circuit, largest first. Share: "
+            "part of the circuit's squared Frobenius norm that the direction holds. Other columns: the "
+            "tokens with the largest projections on each of its two sides.",
             sources=(node,),
             json={node: {"layer": layer, "head": head, "directions": directions}},
         )
@@ -273,9 +273,9 @@ class OvQk(ModelWorkflow):
             ("head", lambda row: f"L{row['layer']}H{row['head']}"),
             *((f"{k} back" if k >= 0 else f"{-k} ahead", weight_at(k), ".2f") for k in offsets),
             title="Attention by position alone",
-            caption="One row per head. Columns: mean attention weight at a distance from query to key, "
-            "computed from the weights as if every token had the mean token embedding. Sorted by the weight "
-            "on the previous position.",
+            caption="One row per head, largest weight on the previous position first. Columns: mean "
+            "attention weight at a distance from query to key, computed from the weights as if every token "
+            "had the mean token embedding.",
             sources=("positions",),
             json={"positions": heads},
         )

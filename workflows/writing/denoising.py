@@ -58,8 +58,8 @@ def denoising_views(
     ]
     yield Tokens(
         title="Probability of each token that was filled in",
-        caption="Each text is a prompt with its masks filled in; shade: probability of a token in the "
-        "forward pass that filled it in.",
+        caption="One text per prompt, with its masks filled in. Shade: probability of a token in the forward "
+        "pass that filled it in.",
         texts=tuple(shown),
         value_name="probability of the token when it was filled in",
         low=0.0,
@@ -129,7 +129,7 @@ def _trace(subject: Subject, filled: xr.Dataset, without: str) -> Figure:
         name="denoising",
         title=f"Most likely token of {subject.name} at each mask, by pass{without}",
         caption="Each cell: the most likely token at one mask (row) in one forward pass (column), as long as "
-        f"the mask is not filled in; shade: its probability.{shown_part}",
+        f"the mask is not filled in. Shade: its probability.{shown_part}",
         panels=(panel,),
     )
 

@@ -231,8 +231,8 @@ class Generate(ModelWorkflow):
         texts = [text for row in range(len(self.texts)) for text in self._generated_texts(row)]
         yield Tokens(
             title="Probability of each generated token",
-            caption="Each text continues one prompt; shade: probability that the model gave to a token when "
-            "it was generated.",
+            caption="One text per prompt, its continuation. Shade: probability that the model gave to a "
+            "token when it was generated.",
             texts=tuple(texts),
             value_name="probability of the token when it was generated",
             low=0.0,
@@ -253,7 +253,7 @@ class Generate(ModelWorkflow):
             ("ends by", "finish_reason", str),
             title=f"Continuations by {self.subject.name}{without}",
             caption="One row per prompt. Mean probability: geometric mean, over the generated tokens, of the "
-            "probability that the model gave to each.",
+            "probability that the model gave to each. Ends by: reason why generation stopped.",
             json={"results": documents},
         )
         yield self._figure(texts, without)
@@ -283,8 +283,7 @@ class Generate(ModelWorkflow):
             texts=tuple(tokens),
         )
         caption = (
-            "One row per prompt, one cell per generated token, shaded by the probability that the model gave "
-            "it."
+            "One row per prompt, one cell per generated token. Shade: probability that the model gave it."
         )
         if len(shown_texts) < len(texts):
             caption += f" Shown: the first {len(shown_texts)} of {len(texts)} rows."

@@ -133,9 +133,9 @@ class TokenPositions(Workflow):
             ("characters", lambda row: "–" if row["is_special"] else f"{row['start']}-{row['end']}"),
             ("label", lambda row: format_text(row["label"])),
             title=f"Tokens of '{format_text(text)}' by the tokenizer of {name}",
-            caption="One row per token. Piece: the token as the tokenizer's vocabulary writes it; "
-            "characters: half-open range start-end of the text that the token covers, none for special "
-            "tokens that were added; label: name of the range that the token belongs to.",
+            caption="One row per token. Piece: the token as the tokenizer's vocabulary writes it. "
+            "Characters: half-open range start-end of the text that the token covers; a dash for special "
+            "tokens that were added. Label: name of the range that the token belongs to.",
             json={"tokens": tokens},
         )
         characters = [
@@ -156,9 +156,9 @@ class TokenPositions(Workflow):
             ("nearest", lambda row: dash(row["fuzzy"]), str),
             ("first at or after", lambda row: dash(row["starts_at_or_after"]), str),
             title="Character to token",
-            caption="One row per character of the text; other columns are token positions. Exact: the token "
-            "that covers the character; nearest: that token or, if there is none, the nearest one; first at "
-            "or after: the first token that starts at the character or later. Characters that the first "
+            caption="One row per character of the text. Numbers are token positions. Exact: the token that "
+            "covers the character. Nearest: that token or, if there is none, the nearest one. First at or "
+            "after: the first token that starts at the character or later. Characters that the first "
             f"{REVERSED} tokens cover: "
             + ", ".join(f"{a}-{b} (token {i})" for i, (a, b) in enumerate(char_ranges))
             + ".",
@@ -192,8 +192,8 @@ class TokenPositions(Workflow):
             ("piece", lambda row: format_token(row["token"] or "–")),
             ("exact", lambda row: "yes" if row["exact_match"] else "nearest", str),
             title="Characters converted to token positions",
-            caption="One row per character index. Position: of the token that covers the character or, if no "
-            "token does, of the nearest one; piece: that token.",
+            caption="One row per character index. Position: that of the token that covers the character or, "
+            "if no token does, of the nearest one. Piece: that token.",
             json={"converted": converted},
         )
         # The last token of a range has a label of its own, but the colour of the range.
@@ -205,7 +205,7 @@ class TokenPositions(Workflow):
         yield Figure(
             name="token_positions",
             title=f"{len(encoding)} tokens of {name}",
-            caption=f"The text with the extent of each token; numbers are token positions.{note}"
+            caption=f"The text with the extent of each token. Numbers are token positions.{note}"
             + (f" Coloured: the named ranges {coloured}." if coloured else ""),
             panels=(Strip(text=text, offsets=tuple(encoding.offsets), spans=spans),),
         )

@@ -219,7 +219,10 @@ def test_heads_are_patched_at_all_positions_and_told_beside_states(
     assert best["resid_post"].keys() == {"kind", "layer", "position", "recovery"}
     heads.render(Console(width=160), tmp_path)
     printed = capsys.readouterr().out
-    assert "position or head where it is largest" in " ".join(printed.split()) and "head 1" in printed
+    assert (
+        "At: the position or head where recovery is largest." in " ".join(printed.split())
+        and "head 1" in printed
+    )
 
 
 def test_heads_alone_have_no_position_of_a_subject(tiny_model: Path, prompts, tmp_path: Path):

@@ -123,7 +123,7 @@ def _norm_heatmaps(run: OpenedRun, start: int, stop: int, prompt_start: int) -> 
         heatmap = _norm_heatmap(run, name, layered[name], start, stop, token_labels)
         # Only the first page of a prompt begins with its first token, the attention sink.
         options.append((name, heatmap.without_first_token() if start == prompt_start else heatmap))
-    caption = "L2 norm of the stored activation of each token (column) in each layer (row)."
+    caption = "Each cell: L2 norm of the stored activation of one token (column) in one layer (row)."
     if names[VARIABLES:]:
         caption += f" Captured, but not drawn: {', '.join(names[VARIABLES:])}."
     return Choice(title="Norms by layer", name="variable", options=tuple(options), caption=caption)

@@ -150,7 +150,7 @@ def _norms(
             lines.append(Line(name, values))
         yield Lines(
             title="Norms by layer",
-            caption=f"L2 norm of the stored activations of this token.{'' if position else SINK}",
+            caption=f"x: layer. y: L2 norm of the stored activation of this token.{'' if position else SINK}",
             x=tuple(map(float, all_layers)),
             lines=tuple(lines),
             x_name="layer",
@@ -230,8 +230,9 @@ def _similarity_table(run: OpenedRun, variable: str, layer: int | None, token: i
             "prompt",
             lambda row: linked(f"{row['prompt']:,}", address, addresses.prompt(digest, row["prompt"])),
         ),
-        caption="The tokens whose stored activations have the highest cosine similarity to that of this "
-        f"token, among {compared}. The median similarity of the compared tokens is {similar.median:.4f}.",
+        caption="One row per token. Its stored activation is compared with that of the token of this page; "
+        f"highest cosine similarity first, among {compared}. The median similarity of the compared tokens is "
+        f"{similar.median:.4f}.",
     )
 
 
@@ -285,9 +286,9 @@ def _lens(snapshot: Snapshot, run: OpenedRun, variables: dict[str, list[int | No
         for rank in range(1, LISTED + 1)
     ]
     caption = (
-        f"The {LISTED} most likely next tokens, with their probabilities, if the final norm and unembedding "
-        "are applied to the residual stream after each layer. Descriptive: it shows what can be read from a "
-        f"layer, not what later layers use. {_next_token_sentence(run, token)}"
+        f"One row per layer: the {LISTED} most likely next tokens, with their probabilities, if the final "
+        "norm and unembedding are applied to the residual stream after it. Descriptive: it shows what can be "
+        f"read from a layer, not what later layers use. {_next_token_sentence(run, token)}"
     )
     # The last layer is on top, as in a logit lens.
     return Table.of(rows[::-1], ("layer", lambda row: row[0], "d"), *columns, title=title, caption=caption)
