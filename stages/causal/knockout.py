@@ -47,7 +47,7 @@ class _Knockout(LayerSweep):
     edges: tuple[Edge, ...] = ()
     """(query position, key position) of each edge; None means every position."""
     keeps_self: bool = field(default=False, kw_only=True)
-    """Whether edges with None leave the attention of each position to itself uncut."""
+    """Whether an edge with None (all positions) cuts no attention of a position to itself."""
 
     def check(self, config: Architecture) -> None:
         """Raise InterventionError if an edge or a head does not exist."""

@@ -279,8 +279,11 @@ class ActivationPatchingTrace(KnownWorkflow):
         return dict(zip(unpatched["run"].values.tolist(), unpatched.values.tolist(), strict=True))
 
     def document(self, i: int) -> dict[str, Any]:
-        """JSON document of pair `i`: the fields of candle-mi's example, and the grids of every kind of
-        activation."""
+        """JSON document of pair `i`: its prompts, and the recovery grid of every patched kind of activation.
+
+        Field names are those of the JSON that candle-mi's activation patching example writes; `grids` and the
+        fields about answers are added.
+        """
         pair, grids, percent = self.traced[i], self.grids(i), self.recovered(i)
         kind, first_grid = next(iter(percent.items()))
         start, last = pair.subject

@@ -91,9 +91,11 @@ class LinePatching(Experiment):
     read: Positions
     """Positions before the last, ascending, at which next-token distributions are compared as well."""
     ways: tuple[Way, ...] = ()
-    """Patches in every layer at once: (positions with the donor's states, positions with the prompt's)."""
+    """Patches in every layer at once, one run each: (positions set to the donor's states, positions set to
+    the prompt's own states)."""
     seed: int | None = None
-    """Seed of random directions that replace the donor's difference; None for the donor's states."""
+    """Seed of the random control, in which each patched state is the prompt's state plus a random vector of
+    the norm of (donor state - prompt state); None patches the donor's states themselves."""
 
     name: ClassVar[str] = "line_patching"
     version: ClassVar[int] = 1
@@ -164,7 +166,7 @@ class LinePatching(Experiment):
     # -- runs
 
     def prepare(self, model: Model) -> PreparedLines:
-        """Results of prompt and donor without patches, with all residual states."""
+        """Run the prompt and the donor without patches, and keep their residual states and logits."""
         layers = range(model.config.num_layers)
         points = [HookPoint("resid_pre", 0), *(HookPoint("resid_post", layer) for layer in layers)]
         runs = [Run(ids, HookSpec().capture(*points), self.want) for ids in (self.prompt, self.donor)]

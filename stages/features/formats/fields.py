@@ -30,7 +30,8 @@ class Only:
     values: tuple[Any, ...]
     """The supported values; None stands for a missing field."""
     reason: str
-    """What could not be computed with another value, for the error message."""
+    """What mizarr cannot compute if the field has another value, such as "another activation function": the
+    subject of "... cannot be computed" in the error message."""
 
 
 def _all(kind: str, *names: str) -> dict[str, str | Only]:

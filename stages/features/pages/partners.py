@@ -201,14 +201,20 @@ class _Sample:
         return squares / max(self.n_tokens, 1)
 
     def portions(self, features: Ints) -> Iterator[slice]:
-        """Yield slices of `features` with at most PAIRS co-occurrences each, or of one feature."""
-        lengths = np.diff(self.ptr)
-        work = np.bincount(self.feature, lengths[self.owner], self.size)[features]
-        cumulative_work = np.concatenate([[0], work.cumsum()])
+        """Yield slices of `features` with at most FEATURES features and PAIRS co-occurrences each.
+
+        A feature with more than PAIRS co-occurrences has a slice of its own.
+        """
+        n_active = np.diff(self.ptr)  # number of active features per token
+        # Co-occurrences of a feature: summed over its tokens, the number of features active there.
+        co_occurrences = np.bincount(self.feature, weights=n_active[self.owner], minlength=self.size)[
+            features
+        ]
+        ends = np.concatenate([[0], co_occurrences.cumsum()])
         start = 0
         while start < len(features):
-            stop = int(np.searchsorted(cumulative_work, cumulative_work[start] + PAIRS, side="right")) - 1
-            # At least one feature, even if its pairs exceed a block.
+            stop = int(np.searchsorted(ends, ends[start] + PAIRS, side="right")) - 1
+            # At least one feature, even if it has more than PAIRS co-occurrences.
             stop = min(max(stop, start + 1), start + FEATURES, len(features))
             yield slice(start, stop)
             start = stop

@@ -342,8 +342,8 @@ def _config_of_transformers(directory: Path, raw: Mapping[str, Any]) -> dict[str
     model_type = raw.get("model_type")
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise CannotCheck(
-            f"expected a model_type in config.json that {witness()} lists as a causal language model, found "
-            f"{model_type!r}"
+            f"expected {witness()} to have a causal language model for the model_type in config.json, to "
+            f"compare results with, found none for {model_type!r}"
         )
     config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     return dict(config.to_dict())

@@ -313,8 +313,8 @@ def _mapped_tensors(path: Path, tensors: dict[str, _TensorInfo], start: int) -> 
             )
         if first < end:
             raise ValueError(
-                f"expected tensor {name!r:.80} after the end of {previous!r:.80} at byte {end}, found it at "
-                f"byte {first}"
+                f"expected tensors that do not overlap, found {name!r:.80} from byte {first} on, before the "
+                f"end of {previous!r:.80} at byte {end}"
             )
         end, previous = first + info.nbytes, name
     return {

@@ -116,7 +116,7 @@ def test_attention_that_looks_ahead_is_no_causal_language_model(saved, tmp_path)
     shutil.copytree(folder, tmp_path / "other")
     told = json.loads((folder / "config.json").read_text()) | {"model_type": "ultrabert"}
     (tmp_path / "other" / "config.json").write_text(json.dumps(told))
-    with pytest.raises(ConfigError, match=r"lists as a causal language model, found 'ultrabert'"):
+    with pytest.raises(ConfigError, match=r"to compare results with, found none for 'ultrabert'"):
         resolve(tmp_path / "other").architecture()
     with pytest.raises(
         ConfigError, match=r"neither the family 'ultrabert' .* details run: mizarr models inspect"
