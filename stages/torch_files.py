@@ -81,6 +81,7 @@ def load_pickled(
 
 
 def _damaged(path: Path, reason: Exception, advice: str) -> str:
+    """Message about a file that cannot be read; reason: the error that reading raised."""
     return (
         f"expected a file that torch.save wrote at {path}, found one that cannot be read "
         f"({_reason(reason)}); {advice}"
@@ -227,6 +228,7 @@ class _Storages(_Unpickler):  # type: ignore[misc]  # its base is a value to myp
 
 
 def _text(value: Any) -> str:
+    """A string of a pickle as str; the pickle may store it as bytes."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 

@@ -90,7 +90,7 @@ class Continuation(Experiment):
         return settings | {"hooks": None if self.hooks is None else self.hooks.canonical()}
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """The fixed arrays, and one per captured kind of hook point."""
+        """Declared outputs, and one array for each kind of hook point that `hooks` captures."""
         # With a KV cache each step captures the newest position only, and the array has no position axis.
         outputs = {name: output for name, output in self.outputs.items() if name != "<captured>"}
         for capture in () if self.hooks is None else self.hooks.bind(config.hook_points).captures:

@@ -132,7 +132,7 @@ class EdgeKnockout(_Knockout):
         return specs if self.heads is None else [spec.heads(self.heads) for spec in specs]
 
     def _from_start(self) -> list[Edge]:
-        """The edges, with positions counted from the start of the prompt; None stays."""
+        """The edges, with positions counted from the start of the prompt; None (all positions) is kept."""
         length = len(self.tokens)
         return [
             (None if query is None else query % length, None if key is None else key % length)

@@ -331,7 +331,8 @@ class LayerScan(ModelWorkflow):
         return " ".join(notes)
 
     def viewer_json(self) -> dict[str, Any]:
-        """Document for the Deloson viewer, `layer_scan_universal_*.json`, with its fields and no others."""
+        """JSON document in the format that the Deloson viewer reads (`layer_scan_universal_*.json`), with no
+        other fields."""
         layer, p = self.best
         return {
             "model": self.subject.files.name,

@@ -118,6 +118,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         self.num_donors = settings.controls if settings.prompt else settings.donors
 
         def at_roles(pair: PatchedPair) -> dict[str, Any]:
+            """Keyword arguments of the experiment that patches a pair at the positions of both ROLES."""
             positions = (pair.subject[1], pairs.read_at(pair))
             metrics = (Recovery(pairs.metric(pair)),)
             return {"positions": positions, "metrics": metrics, **pairs.patch(pair, kinds)}
@@ -391,6 +392,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         tokens = self.subject.token_labels(pair.corrupted_ids)
 
         def best_place(kind: str, layer: int) -> Any:
+            """Position, or head, with the largest recovery in a layer, as text."""
             index = int(percent[kind].values[layer].argmax())
             return dim(f"head {index}" if _by_head(kind) else f"{tokens[index]} ({index})")
 

@@ -201,7 +201,8 @@ class LinePatching(Experiment):
 
     @staticmethod
     def _in_all_layers(prepared: PreparedLines, way: Way, layers: int) -> HookSpec:
-        """Intervention that patches a way in every layer: some positions changed, others fixed."""
+        """Intervention of one of `ways` in every layer: states of the donor at some positions, the prompt's
+        own states at others."""
         changed, fixed = way
         spec = HookSpec()
         for layer in range(layers):
@@ -214,7 +215,8 @@ class LinePatching(Experiment):
         return spec
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
-        """The runs with constants in place of states, for planning."""
+        """The runs of the cell for planning: patched states are constants, as the real ones are not computed
+        yet."""
         shape = (config.num_layers + 1, len(self.prompt), config.axis_sizes["hidden"])
         # A constant of its own for each donor and seed: a plan would otherwise merge runs that will differ.
         constant = 1 + int(digest("line_patching", list(self.donor), self.seed)[:5], 16)

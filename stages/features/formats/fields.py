@@ -35,6 +35,8 @@ class Only:
 
 
 def _all(kind: str, *names: str) -> dict[str, str | Only]:
+    """One entry of kind HONOURED or UNUSED per field; each text in `names` lists fields, separated by
+    spaces."""
     return {name: kind for text in names for name in text.split()}
 
 

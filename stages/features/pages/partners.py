@@ -133,7 +133,8 @@ class _Sample:
     """Active features of a sample of tokens, token by token, features ascending."""
 
     ptr: Ints
-    """Start of each token's features in the other arrays, and their length at the end [token + 1]."""
+    """Index in the other arrays at which the features of each token start, and at the end the length of these
+    arrays [token + 1]."""
     feature: Array
     """Index of each active feature, int32 [active]."""
     value: Array
@@ -167,6 +168,7 @@ class _Sample:
 
     @property
     def n_tokens(self) -> int:
+        """Number of tokens of the sample."""
         return len(self.ptr) - 1
 
     @cached_property
@@ -270,7 +272,7 @@ class _Sample:
 
 
 def _share(part: Array, whole: Array) -> Floats:
-    """part / whole, 0 where whole is 0."""
+    """Elementwise quotient of two arrays; 0 where `whole` is 0."""
     return np.divide(part, whole, out=np.zeros(len(part)), where=whole > 0)
 
 

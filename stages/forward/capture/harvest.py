@@ -143,6 +143,7 @@ def _harvest_unclaimed(
     """
 
     def write(buffer: SegmentBuffer, job: WriteJob) -> None:
+        """Write a filled buffer to the store, on the writer thread."""
         try:
             await_entry()
             arrays = filled_arrays(buffer, spec_for_cells(spec, job.cells), entry, job.segment)
@@ -284,6 +285,7 @@ def _run_batches(
     """Run all batches of segment `n`; a batch that runs out of memory is run again as smaller batches."""
 
     def run_batch(batch: PieceBatch) -> None:
+        """Run one batch, and write its activations or gradients to the buffer."""
         rows = ids_of(entry, batch)
         with batch_sink(batch) as sink:
             if not spec.gradients:

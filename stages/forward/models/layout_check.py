@@ -152,7 +152,9 @@ class LayoutCase:
                 return Verdict(None, str(error))
             except Exception as error:  # noqa: BLE001 - code of the hub may raise anything
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                return Verdict(None, f"expected {installed} to run it, found that it cannot ({reason})")
+                return Verdict(
+                    None, f"expected {installed} to run the checkpoint, found that it cannot ({reason})"
+                )
             run = self._decoder()
             largest = 0.0
             for length, (expected_logits, expected_states) in zip(lengths, expected, strict=True):
@@ -301,7 +303,7 @@ def lengths_to_check(config: Architecture, turns: Mapping[str, int]) -> list[int
     if too_far:
         listed = ", ".join(f"{key}={number}" for key, number in sorted(too_far.items()))
         raise CannotCheck(
-            f"expected config keys that change the computation within {FARTHEST} tokens, the longest prompt "
+            f"expected the computation to change at lengths up to {FARTHEST} tokens only, the longest prompt "
             f"that is compared, found {listed} in a model for prompts of up to {config.context_length} tokens"
         )
     context = config.context_length

@@ -128,7 +128,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         cursor = _Cursor(data, len(data))
         magic = cursor.take(4)
         if magic != MAGIC:
-            raise ValueError(f"expected {MAGIC!r} as its first bytes, found {magic!r}")
+            raise ValueError(f"expected {MAGIC!r} as the first bytes of the file, found {magic!r}")
         version = cursor.integer("<I")
         if version not in _VERSIONS:
             # Version 3 in big-endian reads as 0x03000000.
