@@ -202,7 +202,7 @@ def test_a_dry_run_knows_what_little_is_kept(model, tokens, mask, tmp_path):
 @pytest.mark.parametrize(
     ("positions", "error"),
     [
-        (np.ones(3, bool), "expected a mask of one bool per token"),
+        (np.ones(3, bool), "expected positions as a mask of one bool per token"),
         (np.zeros(73, bool), "selects no token"),
         ([400], "selects no token"),
         (np.ones(73, np.float32), "expected positions as 'last'"),
