@@ -81,6 +81,7 @@ def load_pickled(
 
 
 def _damaged(path: Path, reason: Exception, advice: str) -> str:
+    """Message about a file that cannot be read; reason: the error that reading raised."""
     return (
         f"expected a file that torch.save wrote at {path}, found one that cannot be read "
         f"({_reason(reason)}); {advice}"
@@ -102,12 +103,12 @@ def _require_whole(path: Path, stamp: Any) -> None:
         # The dict keeps the last of members with equal names; torch could read another, unchecked one.
         members = {member.filename: member for member in archive.infolist()}
         if len(members) < len(archive.infolist()):
-            raise ValueError("two members with the same name")
+            raise ValueError("its zip archive has two members of the same name")
         # With mmap torch takes a storage from its offset in the file, so its bytes must be there as they are.
         if any(member.compress_type != zipfile.ZIP_STORED for member in members.values()):
-            raise ValueError("a compressed member, which torch.save never writes")
+            raise ValueError("its zip archive has a compressed member, which torch.save never writes")
         if sum(member.file_size for member in members.values()) > path.stat().st_size:
-            raise ValueError("members that are longer than the file")
+            raise ValueError("the members of its zip archive are longer than the file")
         has_checksums = any(member.CRC for member in members.values())
         for member in members.values():
             # Without checksums (torch.serialization.set_crc32_options(False)) every CRC is 0; zipfile skips
@@ -120,7 +121,7 @@ def _require_whole(path: Path, stamp: Any) -> None:
                     pass
         program = next((name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")), "")
         if not program:
-            raise ValueError("no data.pkl")
+            raise ValueError("its zip archive has no data.pkl")
         reader = _Storages(io.BytesIO(archive.read(program)))
         reader.load()
     folder = program.removesuffix(".pkl")
@@ -128,7 +129,9 @@ def _require_whole(path: Path, stamp: Any) -> None:
         stored_member = members.get(f"{folder}/{key}")
         if stored_member is None or stored_member.file_size != nbytes:
             present = "none" if stored_member is None else f"{stored_member.file_size} bytes"
-            raise ValueError(f"a storage {key!r:.40} of {nbytes} bytes, of which the file has {present}")
+            raise ValueError(
+                f"its tensors need a storage {key!r:.40} of {nbytes} bytes, of which the file has {present}"
+            )
 
 
 def _require_storages(path: Path) -> None:
@@ -137,7 +140,7 @@ def _require_storages(path: Path) -> None:
         # Pickles in order: magic number, protocol, system info, the object, the keys of the storages; then
         # the bytes of the storages.
         if _Storages(file).load() != _MAGIC:
-            raise ValueError("no magic number of torch.save")
+            raise ValueError("it does not begin with the magic number of torch.save")
         for _ in range(2):
             _Storages(file).load()
         reader = _Storages(file)
@@ -145,10 +148,10 @@ def _require_storages(path: Path) -> None:
         keys = _Storages(file).load()
         remaining = path.stat().st_size - file.tell()
     if not isinstance(keys, list) or {_text(key) for key in keys} != set(reader.nbytes):
-        raise ValueError("storages that do not match its tensors")
+        raise ValueError("its list of storages does not match its tensors")
     # 8 bytes before each storage are its number of elements, which torch itself compares.
     if len(keys) != len(reader.nbytes) or sum(reader.nbytes.values()) + 8 * len(keys) > remaining:
-        raise ValueError("storages that are longer than the file")
+        raise ValueError("the storages of its tensors are longer than the file")
 
 
 class _StandIn:
@@ -217,14 +220,15 @@ class _Storages(_Unpickler):  # type: ignore[misc]  # its base is a value to myp
         """
         label, kind, key, _, count = saved[:5]
         if _text(label) != "storage" or not isinstance(kind, _StorageKind) or type(count) is not int:
-            raise ValueError(f"{_text(label)!r:.40} where a tensor storage was expected")
+            raise ValueError(f"its pickle refers to {_text(label)!r:.40} instead of the storage of a tensor")
         nbytes = count * _ITEMSIZES[kind.name.removesuffix("Storage")]
         if count < 0 or self.nbytes.setdefault(_text(key), nbytes) != nbytes:
-            raise ValueError(f"a storage {_text(key)!r:.40} with several lengths")
+            raise ValueError(f"its pickle gives two lengths for the storage {_text(key)!r:.40}")
         return _StandIn()
 
 
 def _text(value: Any) -> str:
+    """A string of a pickle as str; the pickle may store it as bytes."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
@@ -232,7 +236,7 @@ def _reason(error: BaseException) -> str:
     """The sentence of an error that names the cause; torch's messages surround it with advice."""
     # The Python unpickler looks instructions up in a dict, so an unknown one is a KeyError.
     if isinstance(error, KeyError):
-        return "bytes that are no pickle"
+        return "its bytes are no pickle"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     cause = next((line for line in lines if "Unsupported" in line or "not an allowed" in line), "")
     return (cause or next(iter(lines), type(error).__name__)).split(". ")[0][:200]

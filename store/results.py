@@ -154,6 +154,33 @@ def write_result(
     return _earlier_record(files, record, provenance)
 
 
+def _write_arrays(
+    folder: Path, ready: xr.Dataset, encoding: Mapping[str, Mapping[str, Any]], label: str
+) -> str:
+    """Write a dataset as a Zarr group, and return its content digest.
+
+    The digest is taken of the dataset as it is read back, so that every reader computes the same one.
+
+    Arguments:
+        folder: Folder of the result; the group is written to `DATASET` in it.
+        ready: Dataset returned by `prepare`.
+        encoding: Zarr encoding returned by `prepare`.
+        label: Names the result in error messages.
+    """
+    from .group.written import are_plain, write_arrays
+
+    group_folder = folder / DATASET
+    if are_plain(ready, _ONE_CHUNK_BYTES):
+        return content_of(_decoded(write_arrays(group_folder, ready)))
+    ready.to_zarr(group_folder, zarr_format=3, consolidated=False, encoding=encoding, align_chunks=True)
+    # `read_group` takes the zarr.json of each array by name; that of the group itself has the name "".
+    metadata = {
+        "" if file.parent == group_folder else file.parent.name: file.read_bytes()
+        for file in group_folder.glob(f"**{_METADATA}")
+    }
+    return content_of(read_group(open_folder(folder), DATASET, metadata, label))
+
+
 def _attempt(
     files: Folder,
     data: str,
@@ -175,23 +202,11 @@ def _attempt(
     Returns:
         The record to publish.
     """
-    from .group.written import are_plain, write_arrays
-
     contents = []
 
     def fill(folder: Path) -> None:
-        # The content digest is taken of the dataset as it will be read, so that it holds for every reader.
-        group_folder = folder / DATASET
-        if are_plain(ready, _ONE_CHUNK_BYTES):
-            contents.append(content_of(_decoded(write_arrays(group_folder, ready))))
-            return
-        ready.to_zarr(group_folder, zarr_format=3, consolidated=False, encoding=encoding, align_chunks=True)
-        texts = {file.parent: file.read_bytes() for file in group_folder.glob(f"**{_METADATA}")}
-        metadata = {
-            "" if array_folder == group_folder else array_folder.name: text
-            for array_folder, text in texts.items()
-        }
-        contents.append(content_of(read_group(open_folder(folder), DATASET, metadata, key.stage)))
+        """Write the arrays into a new folder, and note their content digest."""
+        contents.append(_write_arrays(folder, ready, encoding, key.stage))
 
     written = files.build(data, fill)
     (content,) = contents

@@ -83,7 +83,7 @@ class HeldFolder:
         return "/cell/" in self.label
 
     def note(self, name: str) -> Any:
-        """First value of a note field; None if every note lacks it."""
+        """Value of a field in the first provenance note that has it; None if no note has it."""
         return next((note[name] for note in self.notes if note.get(name) is not None), None)
 
     @property

@@ -353,7 +353,8 @@ class _Measure:
             raise ConfigError(f"expected 'mul' or 'abs' as error_measure, found {self.name!r}")
 
     def counts(self, block: RowBlock) -> Array:
-        """Whether each (query, key) pair of a block counts, bool [pair]."""
+        """Whether each (query, key) pair of a block enters the score, bool [pair]: `first_query`,
+        `exclude_bos` and `exclude_current_token` leave pairs out."""
         counted = block.query >= self.first_query
         if self.exclude_bos:
             counted &= block.key > 0

@@ -90,7 +90,7 @@ class Continuation(Experiment):
         return settings | {"hooks": None if self.hooks is None else self.hooks.canonical()}
 
     def outputs_on(self, config: Architecture) -> Mapping[str, Output]:
-        """The fixed arrays, and one per captured kind of hook point."""
+        """Declared outputs, and one array for each kind of hook point that `hooks` captures."""
         # With a KV cache each step captures the newest position only, and the array has no position axis.
         outputs = {name: output for name, output in self.outputs.items() if name != "<captured>"}
         for capture in () if self.hooks is None else self.hooks.bind(config.hook_points).captures:
@@ -106,13 +106,19 @@ class Continuation(Experiment):
         """One cell per prompt.
 
         Raises:
-            PromptError: A prompt leaves no room for new tokens in the context.
+            PromptError: A prompt is empty, or leaves no room for new tokens in the context.
         """
+        longest = config.context_length - 1
         for ids in self.prompts:
-            if not 0 < len(ids) < config.context_length:
+            if not ids:
                 raise PromptError(
-                    f"expected prompts of 1 to {config.context_length - 1} tokens, found {len(ids)}; shorten "
-                    "the prompt, as generated tokens need room in the context"
+                    f"expected prompts of 1 to {longest} tokens, found an empty prompt; give each prompt at "
+                    "least one token"
+                )
+            if len(ids) > longest:
+                raise PromptError(
+                    f"expected prompts of 1 to {longest} tokens, found {len(ids)}; shorten the prompt, so "
+                    f"that a new token fits into the context of {config.context_length} tokens"
                 )
         return [{"prompt": list(ids)} for ids in self.prompts]
 

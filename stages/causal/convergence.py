@@ -328,7 +328,14 @@ class PushedStates(Pushes):
     """Number of tokens, those of most changed probability, that are stored for each run."""
 
     def cells(self, config: Architecture) -> Sequence[CellLabels]:
-        """One cell per layer, as in `Pushes`; PromptError or ConfigError also for an invalid target."""
+        """One cell per layer after which the vector is added.
+
+        Raises:
+            PromptError: The prompt is empty, the position is outside of it, or a token id is invalid.
+            ConfigError: The target has several tokens, and the model is bidirectional.
+            StageError: Strengths are missing, repeated, infinite or NaN.
+            InterventionError: A layer does not exist.
+        """
         check_tokens(self.tokens, self.target)
         check_target(self.target, config)
         return super().cells(config)

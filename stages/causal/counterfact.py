@@ -245,7 +245,8 @@ class FactPairExperiment(Experiment):
             pair.check()
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
-        """The runs of a cell with zeros in place of states, which suffices for planning."""
+        """The runs of a cell for planning: patched states are zeros, as the real ones are not computed
+        yet."""
         return self.runs(PairRuns(config, None), cell)
 
     def changes(self, prepared: PairRuns, pair: FactTokens, result: HookCache) -> tuple[float, int]:

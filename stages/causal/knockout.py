@@ -47,7 +47,7 @@ class _Knockout(LayerSweep):
     edges: tuple[Edge, ...] = ()
     """(query position, key position) of each edge; None means every position."""
     keeps_self: bool = field(default=False, kw_only=True)
-    """Whether edges with None leave the attention of each position to itself uncut."""
+    """Whether an edge with None (all positions) cuts no attention of a position to itself."""
 
     def check(self, config: Architecture) -> None:
         """Raise InterventionError if an edge or a head does not exist."""
@@ -132,7 +132,7 @@ class EdgeKnockout(_Knockout):
         return specs if self.heads is None else [spec.heads(self.heads) for spec in specs]
 
     def _from_start(self) -> list[Edge]:
-        """The edges, with positions counted from the start of the prompt; None stays."""
+        """The edges, with positions counted from the start of the prompt; None (all positions) is kept."""
         length = len(self.tokens)
         return [
             (None if query is None else query % length, None if key is None else key % length)

@@ -221,7 +221,17 @@ def _tokens(model: Model, dictionary: Dictionary, prompt: Any) -> list[int]:
 
 
 def _checked(interventions: Sequence[Intervention], dictionary: Dictionary, length: int) -> list[SetFeature]:
-    """Interventions as `SetFeature`, after checking that their features and positions exist."""
+    """Convert interventions to `SetFeature`, with plain ints and floats as fields.
+
+    Arguments:
+        interventions: `SetFeature` objects, or tuples of their fields.
+        dictionary: transcoders, which must have the features.
+        length: number of tokens of the prompt.
+
+    Raises:
+        DictionaryError: A feature does not exist.
+        InterventionError: A position is outside the prompt, or an activation is infinite or NaN.
+    """
     settings = []
     for intervention in interventions:
         setting = intervention if isinstance(intervention, SetFeature) else SetFeature(*intervention)

@@ -226,7 +226,7 @@ class GraphNode(ResultNode):
 
 @dataclass(frozen=True)
 class Rows(Cell):
-    """A cell: a block of rows of the graph's matrix that is stored at once."""
+    """A block of rows of the graph's adjacency matrix that is computed and stored at once."""
 
     items: Ints
     """Target of each row: index of an active feature, or the number of these plus the index of a logit."""

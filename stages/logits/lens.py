@@ -212,7 +212,7 @@ def _gelu(x: Array) -> Array:
 
 
 def _gelu_tanh(x: Array) -> Array:
-    """Tanh approximation of GELU (section 2 of the same paper)."""
+    """Tanh approximation of GELU (Hendrycks and Gimpel, GELUs, 2016, section 2)."""
     inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3)
     activated: Array = np.float32(0.5) * x * (1 + np.tanh(inner))
     return activated

@@ -172,12 +172,14 @@ def _transformed(
     take: Callable[[str], Array | None],
     vocabulary: Sequence[str],
 ) -> xr.Dataset:
-    """Readout of an encoder that has a transform (dense layer, activation, norm) before its LM head.
+    """Build the readout dataset of a model with a transform (dense layer, activation, norm) between the final
+    norm and the unembedding, such as BERT.
 
     Arguments:
         config: The architecture.
         transform: Activation and epsilon of the transform.
-        take: Function from the name of a weight to the weight; None if the checkpoint has none.
+        take: Function that reads a weight by its name in mizarr; it returns None for a weight that the
+            checkpoint does not have.
         vocabulary: Text by token id.
     """
     import xarray as xr

@@ -120,10 +120,11 @@ def composition_scores(
 
 
 def _reading_factors(weights: Matrices, layer: int, modes: Sequence[str]) -> Floats:
-    """For each mode, a matrix [hidden, d_head] that stands for the circuit with which a head reads.
+    """For each mode and head, a matrix [hidden, d_head] that replaces the circuit [hidden, hidden] with which
+    the head reads, scaled to norm 1.
 
-    It has the same products' norms as the circuit divided by the circuit's norm: it is the reading matrix
-    times the transposed triangle of the rest of the circuit, divided by that norm.
+    A product with this matrix has the same Frobenius norm as the product with the circuit: a circuit A B^T
+    with B = Q R is replaced by A R^T, as Q is orthonormal.
 
     Arguments:
         weights: matrices of the model.
@@ -161,13 +162,13 @@ def _joined(read: Array, other: Array) -> Floats:
 
 def _scores(written: Array, reads: Sequence[Array], modes: int) -> Floats:
     """Composition scores of the heads of one layer with those of later layers, [mode, source head, layer,
-    head].
+    head]: the Frobenius norm of the product of OV circuit and reading circuit, divided by both norms.
 
     Arguments:
-        written: triangle of each source head's value matrix times its output matrix, [source head, d_head,
-            hidden].
-        reads: for each later layer the result of `_reading_factors`.
-        modes: number of modes.
+        written: matrix with the norms of each source head's OV circuit, [source head, d_head, hidden]: R of
+            the QR decomposition of its value matrix, times its output matrix.
+        reads: for each later layer the result of `_reading_factors`, [mode, head, hidden, d_head].
+        modes: number of modes of composition (Q, K, V).
     """
     heads, size, hidden = written.shape
     if not reads:

@@ -49,7 +49,8 @@ class FoldedMatrices:
     value_biases: bool = True
     """Whether value biases are folded into the output bias of attention."""
     writing: bool = True
-    """Whether the mean over hidden is removed from everything that is written to the stream."""
+    """Whether embeddings, output matrices and output biases are centred: their mean over the hidden axis is
+    subtracted, as LayerNorm subtracts it anyway."""
     unembeddings: bool = True
     """Whether the vocabulary mean is subtracted from the unembedding, and so from the logits."""
 

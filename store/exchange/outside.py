@@ -278,7 +278,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         last: dict[str, Any] = {}
         for name, value in pairs:
             if name in last and not _is_same(last[name], value):
-                raise ValueError(f"two different values of the name {name[:_SHOWN]!r}")
+                raise ValueError(f"an object with two different values for the key {name[:_SHOWN]!r}")
             last[name] = value
     return values
 

@@ -92,7 +92,8 @@ class MappedShards:
 
 
 class _MappedOrder:
-    """LRU order of the mapped shards of all runs. Takes no lock but its own, so it cannot deadlock."""
+    """Mapped shard files of all runs, least recently used first. Takes no lock but its own, so it cannot
+    deadlock."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[tuple[ref[MappedShards], str], None] = OrderedDict()
@@ -118,7 +119,12 @@ class _MappedOrder:
             return [self._order.popitem(last=False)[0] for _ in range(len(self._order) - max_mapped())]
 
     def remove(self, run: ref[MappedShards], name: str) -> None:
-        """Remove a shard that is no longer mapped from the order."""
+        """Take a shard file out of the LRU order, after its mapping was dropped.
+
+        Arguments:
+            run: Reference that `register` returned.
+            name: Path of the shard file.
+        """
         with self._lock:
             self._order.pop((run, name), None)
 

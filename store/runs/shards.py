@@ -679,8 +679,22 @@ def _check_views(
 def _ordered_copy(
     mapped: mmap.mmap, end_of_chunks: int, index: npt.NDArray[np.uint64], layout: ShardLayout, label: str
 ) -> Array:
-    """Copy the chunks of a shard that another program laid out in any order, [chunk, row, ...]; absent ones
-    become the fill value."""
+    """Copy of a shard's chunks in the order of their numbers, [chunk, row, ...], read-only.
+
+    For shards that another program wrote: their chunks may lie in the file in any order. Chunks that the
+    index marks as absent are filled with the fill value.
+
+    Arguments:
+        mapped: The shard file.
+        end_of_chunks: Offset in bytes at which no chunk may continue.
+        index: (offset, bytes) of each chunk.
+        layout: Layout of the file.
+        label: Names the shard in error messages.
+
+    Raises:
+        CorruptEntry: The shard would be too large, the index names bytes outside of the file, or a checksum
+            does not match.
+    """
     # Before np.full allocates what a manipulated zarr.json claims.
     if layout.n_chunks * layout.chunk_bytes > MOST_BYTES:
         raise CorruptEntry(
@@ -700,8 +714,8 @@ def _ordered_copy(
 
 
 def _index(rows: int, layout: ShardLayout) -> npt.NDArray[np.uint64]:
-    """Index of a shard as mizarr writes it: (offset, bytes) per chunk; chunks after the last row are
-    absent."""
+    """Index of a shard as mizarr writes it, [chunk, 2]: offset and bytes of each chunk, or the number ABSENT
+    twice for chunks after the last of `rows` rows."""
     index = np.full((layout.n_chunks, 2), np.uint64(ABSENT), "<u8")
     count = -(-rows // layout.chunk_rows)
     index[:count, 0] = np.arange(count, dtype=np.uint64) * np.uint64(layout.stored_bytes)

@@ -611,7 +611,10 @@ def _pairs(ablation: xr.Dataset) -> list[dict[str, Any]]:
 
 
 def _account(surprise: xr.Dataset) -> dict[str, Any]:
-    """JSON record of surprise accounting, with one entry per explanation."""
+    """JSON record of surprise accounting, with one entry per explanation.
+
+    Values may be arrays: they become lists of numbers when the document is written.
+    """
     names = ("estimate_accuracy", "agreement_rate", "disagreement_rate", "operations", "description")
     by_estimator = (*names, "noisy_agreement", *BY_SIGMA)
     return {

@@ -188,10 +188,19 @@ class HeadDetection(ModelWorkflow):
         return largest(scores, scores["score"], self.settings.top, *SCORES, *STATISTICS)
 
     def _other_displacements(self, shortest: int) -> list[int]:
-        """Distances after an earlier occurrence, in tokens from 2 on, drawn at random for the null
-        distribution. shortest: number of tokens of the shortest prompt."""
+        """Random displacements other than 1, ascending, whose attention is the null distribution of
+        induction.
+
+        A displacement is the number of tokens from an earlier occurrence of the current token to the attended
+        token. Displacement 1 is induction itself, so the drawn ones are 2 or larger. Empty if prompts are too
+        short for displacement 2.
+
+        Arguments:
+            shortest: number of tokens of the shortest prompt.
+        """
         settings = self.settings
-        # A distance of a whole block would be the next occurrence, where induction heads attend again.
+        # A displacement of a whole block leads to another occurrence of the current token, or to that token
+        # itself; the largest one is therefore a token less.
         longest = shortest - 1 if settings.prompts else settings.length - 1
         return sorted(
             chosen_at_random(range(2, longest + 1), settings.controls, seed=settings.seed)

@@ -99,9 +99,12 @@ class LayerScan(ModelWorkflow):
         default = PLIP if settings.corpus else BUILT_IN
         self.conditions = (settings.condition_a or default[0], settings.condition_b or default[1])
         self.version, groups = self._samples()
+        # Counts of converted samples for the JSON document; `_placed` adds to them.
         self.conversion = Conversion()
+        # Token positions of each sample, and its condition: 0 = A, 1 = B.
         self.placed, self.condition = self._placed(groups)
         tokens = self.subject.pack([placed.sample.code for placed in self.placed])
+        # Of each target: index of its attention weight in the stored patterns, and index of its sample.
         pair, sample = self._pairs(tokens)
         scan = layer_scan.on(
             pattern=self.subject.capture_weights(tokens, self.layers)[self.subject.attention_kind],
@@ -132,16 +135,26 @@ class LayerScan(ModelWorkflow):
         return layers
 
     def _samples(self) -> tuple[str, list[list[Sample]]]:
-        """Format version of the corpus, and the samples of conditions A and B: (version, [samples of A,
-        samples of B])."""
+        """(format version of the corpus, [samples of condition A, samples of condition B])."""
         settings = self.settings
         if settings.corpus:
             return read_samples(settings.corpus, self.conditions, unit=settings.unit)
         return "2.0", list(repeated_samples(shipped_prose(), settings.samples))
 
     def _placed(self, groups: list[list[Sample]]) -> tuple[list[Placed], list[int]]:
-        """Samples with token positions of marker and targets, those of condition A first, and the condition
-        (0 or 1) of each sample. Samples whose characters are in no token are left out."""
+        """Find the tokens of marker and targets in each sample; samples whose marker or targets have no token
+        are left out, and `conversion` counts them.
+
+        Arguments:
+            groups: samples of condition A and of condition B.
+
+        Returns:
+            (samples with token positions, those of condition A first; condition of each sample, 0 = A, 1 =
+            B).
+
+        Raises:
+            PromptError: if no sample is left.
+        """
         placed, condition = [], []
         for i, group in enumerate(groups):
             encodings = self.subject.tokenizer.encode_batch([sample.code for sample in group])
@@ -158,8 +171,15 @@ class LayerScan(ModelWorkflow):
         return placed, condition
 
     def _pairs(self, tokens: PackedTokens) -> tuple[Any, Any]:
-        """For every target, int64 [target]: where its attention weight is on the flattened (query, key) axis,
-        UNSEEN if it comes after its marker; and the index of its sample."""
+        """Find the attention weight from marker to target of every target in the stored patterns.
+
+        Arguments:
+            tokens: token ids of all samples.
+
+        Returns:
+            Two arrays int64 [target]: index of the weight on the axis of all (query, key) pairs of all
+            samples, UNSEEN if the target comes after its marker; and index of the target's sample.
+        """
         pattern_starts = pair_starts(tokens)
         pair_indices, sample_indices = [], []
         for i, placed in enumerate(self.placed):
@@ -314,7 +334,8 @@ class LayerScan(ModelWorkflow):
         return " ".join(notes)
 
     def viewer_json(self) -> dict[str, Any]:
-        """Document for the Deloson viewer, `layer_scan_universal_*.json`, with its fields and no others."""
+        """JSON document in the format that the Deloson viewer reads (`layer_scan_universal_*.json`), with no
+        other fields."""
         layer, p = self.best
         return {
             "model": self.subject.files.name,

@@ -119,6 +119,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         self.num_donors = settings.controls if settings.prompt else settings.donors
 
         def at_roles(pair: PatchedPair) -> dict[str, Any]:
+            """Keyword arguments of the experiment that patches a pair at the positions of both ROLES."""
             positions = (pair.subject[1], pairs.read_at(pair))
             metrics = (Recovery(pairs.metric(pair)),)
             return {"positions": positions, "metrics": metrics, **pairs.patch(pair, kinds)}
@@ -280,8 +281,11 @@ class ActivationPatchingTrace(KnownWorkflow):
         return dict(zip(unpatched["run"].values.tolist(), unpatched.values.tolist(), strict=True))
 
     def document(self, i: int) -> dict[str, Any]:
-        """JSON document of pair `i`: the fields of candle-mi's example, and the grids of every kind of
-        activation."""
+        """JSON document of pair `i`: its prompts, and the recovery grid of every patched kind of activation.
+
+        Field names are those of the JSON that candle-mi's activation patching example writes; `grids` and the
+        fields about answers are added.
+        """
         pair, grids, percent = self.traced[i], self.grids(i), self.recovered(i)
         kind, first_grid = next(iter(percent.items()))
         start, last = pair.subject
@@ -390,6 +394,7 @@ class ActivationPatchingTrace(KnownWorkflow):
         tokens = self.subject.token_labels(pair.corrupted_ids)
 
         def best_place(kind: str, layer: int) -> Any:
+            """Position, or head, with the largest recovery in a layer, as text."""
             index = int(percent[kind].values[layer].argmax())
             return dim(f"head {index}" if _by_head(kind) else f"{tokens[index]} ({index})")
 

@@ -149,7 +149,7 @@ class CircuitDiscovery(CircuitWorkflow):
 
     def faithful(self, task: str) -> Floats:
         """Faithfulness of a task's circuit in percent, [pair]: 100 is the whole model, 0 the model with every
-        edge corrupted. All pairs share one denominator, the mean."""
+        edge corrupted. All pairs share one denominator: the mean difference between these two models."""
         result = self.result(f"{task}_circuit").load()
         clean, empty = (result[name].values for name in ("clean", "empty"))
         # One denominator for all pairs, as in `faithfulness`: that of a single pair may be near 0.

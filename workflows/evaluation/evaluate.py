@@ -183,8 +183,9 @@ class Evaluate(ModelWorkflow):
         return {name: self.on_model(experiment) for name, experiment in experiments.items()}
 
     def _affordable_swaps(self, prompts: Prompts) -> int:
-        """Number of exchanges of two layers by default (material/sizes.py): each takes a forward pass of all
-        prompts, whose loss needs logits at every position."""
+        """Default of the setting `swapped`, the number of pairs of layers to exchange: SWAPPED, or fewer if
+        those would take too long (material/sizes.py). Each pair takes a forward pass of all prompts, with
+        logits at every position."""
         n_tokens, config = sum(map(len, prompts)), self.subject.config
         work = PassWork(n_tokens * config.num_layers, logit_rows=n_tokens)
         return affordable(work.operations(config), SWAPPED)
@@ -220,9 +221,10 @@ class Evaluate(ModelWorkflow):
         """Prompts of facts, and the first token id of each answer."""
         settings = self.settings
         if settings.data:
-            facts = [(record[FIELDS[0]], record[FIELDS[2]]) for record in read_records(settings.data)]
+            prompt_field, _, answer_field, _ = FIELDS
+            facts = [(record[prompt_field], record[answer_field]) for record in read_records(settings.data)]
         else:
-            # All facts, as those that the model knows have a recall of 100 % by their choice.
+            # All facts, not only those that the model is known to recall: their recall would be 100 %.
             asked = shipped_facts() if self.subject.files.name in SHIPPED else general_facts()
             facts = [(fact["prompt"], fact["target"]) for fact in asked]
         facts = facts[: settings.facts]

@@ -80,8 +80,8 @@ class Correction(FeatureExchange):
 
     @cached_property
     def doses(self) -> tuple[Dose, ...]:
-        """Doses of the commitment at fixed strength, then the dose of the correction at the run's
-        strength."""
+        """All doses that are injected together: first those of the commitment (the exchange of the preset),
+        whose strength is fixed, then that of the correction, which the strength of the run multiplies."""
         strength, from_layer = self.preset.strength, self.preset.correct_from_layer
         # A fixed dose does not grow with the strength of the run, which is that of the correction.
         commitment = [replace(dose, fixed=dose.factor * strength, factor=0.0) for dose in self.preset_doses]

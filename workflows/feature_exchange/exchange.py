@@ -299,7 +299,8 @@ def position_of(site: str, tokens: Sequence[str]) -> int:
         position = int(site)
         if not -len(tokens) <= position < len(tokens):
             raise ConfigError(
-                f"expected the site as a position in 0..{len(tokens) - 1}, found {site}; choose another"
+                f"expected the site as a position in 0..{len(tokens) - 1}, found {site}; choose another "
+                "position"
             )
         return position % len(tokens)
     matches = [i for i, token in enumerate(tokens) if token.strip().lower() == site.strip().lower()]

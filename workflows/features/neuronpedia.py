@@ -182,7 +182,8 @@ def _set_rows(
 
 
 def _features(material: PageMaterial, results: Mapping[str, xr.Dataset]) -> Iterator[dict[str, Any]]:
-    """Rows of Neuronpedia's table Neuron, one per feature, without the columns of equal value in all rows."""
+    """Yield one row of Neuronpedia's table Neuron per feature; columns that would have the same value in
+    every row are left out."""
     windows, partners, decoders = (results[name] for name in ("windows", "partners", "decoders"))
     stats = material.statistics.sel(feature=windows["feature"])
     n_tokens = int(material.results["statistics"].attrs["n_tokens"])

@@ -32,15 +32,17 @@ class PushFates:
     similarity: xr.DataArray
     """Cosine similarity of pushed and original states, [layer, strength, read_layer]."""
     vectors: xr.Dataset
-    """Result of `ContrastiveVectors`; the positive side is the pushed prompt."""
+    """Result of the experiment `ContrastiveVectors`, which gives the vector that is added after each layer;
+    its positive side is the pushed prompt."""
     strengths: tuple[float, ...]
-    """Strengths that are compared with random pushes."""
+    """Factors of the vector, from the axis `strength`, whose pushes are compared with random pushes."""
     drawn: xr.Dataset | None
-    """Result of random pushes, with the axis `draw`; None if none were run."""
+    """Random pushes of the null distribution: cosine similarity to the original states as `similarity`, with
+    the axis `draw` in front, and right after the push as `pushed`; None if no random pushes were run."""
     reachable_from: Mapping[int, int | None]
     """Pushed layer -> first layer after which the push can reach the last position; None if it cannot."""
     of: str = "random directions of the same norm, at the same position"
-    """Name of the random pushes in claims."""
+    """What random pushes add, in the words of claims."""
 
     @cached_property
     def of_all(self) -> dict[tuple[int, float], Fate]:

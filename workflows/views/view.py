@@ -213,9 +213,10 @@ class Choice(View):
         return self.options[self.start][1]
 
     def panel(self) -> View:
-        """The view to draw in a figure, which shows only the first selected one.
+        """The view that a figure shows: the initially selected one, as a figure has no buttons to select
+        another.
 
-        A missing title or caption is taken from the choice.
+        If this view has no title or caption, it takes those of the choice.
         """
         view = self.chosen
         titled = replace(view, title=view.title or self.title, caption=view.caption or self.caption)

@@ -95,11 +95,13 @@ class Composition(ModelWorkflow):
 
     @cached_property
     def n_controls(self) -> int:
-        """Random heads per writing head: the setting, or by default CONTROLS, or fewer in a large model."""
+        """Number of random heads with which each writing head is compared: the setting `controls`; without it
+        CONTROLS, or fewer if those would take too long in a large model (material/sizes.py)."""
         if self.settings.controls is not None:
             return self.settings.controls
         config = self.subject.config
-        # All columns that a layer writes or reads with: of the key and value heads as many as of query heads.
+        # Columns of a layer's matrices: d_head per query head. Shared key and value heads count once per
+        # query head, because every pair of heads is multiplied.
         columns = [
             heads_in(config, layer).num_attention_heads * heads_in(config, layer).head_dim
             for layer in attending(config)

@@ -72,7 +72,8 @@ class OvQk(ModelWorkflow):
 
     @cached_property
     def n_controls(self) -> int:
-        """Random heads per head: the setting, or by default CONTROLS, or fewer in a large model."""
+        """Number of random heads with which each head is compared: the setting `controls`; without it
+        CONTROLS, or fewer if those would take too long in a large model (material/sizes.py)."""
         if self.settings.controls is not None:
             return self.settings.controls
         config = self.subject.config

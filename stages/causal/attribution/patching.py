@@ -226,11 +226,14 @@ def plain(metric: Metric) -> Metric:
 
 
 def cotangent_of_pair(metric: Metric, want: Logits) -> Cotangent:
-    """Function from the logits [2, 1, tokens] of clean and corrupted run to the metric's gradient there.
+    """Make the function that gives the gradient of a metric with respect to logits.
+
+    It takes the logits of the clean and the corrupted run, [2, 1, token], and returns a tensor of this shape,
+    which is 0 for the clean run.
 
     Arguments:
         metric: Metric of the corrupted run that is differentiated.
-        want: Which logits these are.
+        want: Tokens to which the logits belong.
     """
 
     def cotangent(logits: Tensor) -> Tensor:
@@ -275,6 +278,7 @@ def recomputed_effects_of(activations: Mapping[Any, Any], number: int, point: Ho
     # The axis of length 1 stands for d_head, so that `at_places` treats both kinds of effects alike.
 
     def attention(name: tuple[Any, ...], kind: str) -> Floats:
+        """Scores or weights [head, query, key] of the layer, float64. name: first parts of the key."""
         values: Floats = activations[(*name, HookPoint(kind, point.layer))].double().cpu().numpy()
         return values
 

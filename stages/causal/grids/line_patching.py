@@ -91,9 +91,11 @@ class LinePatching(Experiment):
     read: Positions
     """Positions before the last, ascending, at which next-token distributions are compared as well."""
     ways: tuple[Way, ...] = ()
-    """Patches in every layer at once: (positions with the donor's states, positions with the prompt's)."""
+    """Patches in every layer at once, one run each: (positions set to the donor's states, positions set to
+    the prompt's own states)."""
     seed: int | None = None
-    """Seed of random directions that replace the donor's difference; None for the donor's states."""
+    """Seed of the random control, in which each patched state is the prompt's state plus a random vector of
+    the norm of (donor state - prompt state); None patches the donor's states themselves."""
 
     name: ClassVar[str] = "line_patching"
     version: ClassVar[int] = 1
@@ -164,7 +166,7 @@ class LinePatching(Experiment):
     # -- runs
 
     def prepare(self, model: Model) -> PreparedLines:
-        """Results of prompt and donor without patches, with all residual states."""
+        """Run the prompt and the donor without patches, and keep their residual states and logits."""
         layers = range(model.config.num_layers)
         points = [HookPoint("resid_pre", 0), *(HookPoint("resid_post", layer) for layer in layers)]
         runs = [Run(ids, HookSpec().capture(*points), self.want) for ids in (self.prompt, self.donor)]
@@ -199,7 +201,8 @@ class LinePatching(Experiment):
 
     @staticmethod
     def _in_all_layers(prepared: PreparedLines, way: Way, layers: int) -> HookSpec:
-        """Intervention that patches a way in every layer: some positions changed, others fixed."""
+        """Intervention of one of `ways` in every layer: states of the donor at some positions, the prompt's
+        own states at others."""
         changed, fixed = way
         spec = HookSpec()
         for layer in range(layers):
@@ -212,7 +215,8 @@ class LinePatching(Experiment):
         return spec
 
     def sketch(self, config: Architecture, cell: CellLabels) -> Sequence[Run]:
-        """The runs with constants in place of states, for planning."""
+        """The runs of the cell for planning: patched states are constants, as the real ones are not computed
+        yet."""
         shape = (config.num_layers + 1, len(self.prompt), config.axis_sizes["hidden"])
         # A constant of its own for each donor and seed: a plan would otherwise merge runs that will differ.
         constant = 1 + int(digest("line_patching", list(self.donor), self.seed)[:5], 16)

@@ -150,7 +150,8 @@ class FeatureTrace(PromptFeatures):
         return traces(prepared, self.chosen, states, len(self.tokens))
 
     def dataset(self, prepared: Dictionary, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
-        """trace [named, position], with layer and index of each feature as coordinates."""
+        """Dataset with the variable `trace`: activations [named, position]. The layer and index of each
+        feature on the axis `named` are coordinates."""
         import xarray as xr
 
         (trace,) = measured

@@ -30,10 +30,13 @@ class Only:
     values: tuple[Any, ...]
     """The supported values; None stands for a missing field."""
     reason: str
-    """What could not be computed with another value, for the error message."""
+    """What mizarr cannot compute if the field has another value, such as "another activation function": the
+    subject of "... cannot be computed" in the error message."""
 
 
 def _all(kind: str, *names: str) -> dict[str, str | Only]:
+    """One entry of kind HONOURED or UNUSED per field; each text in `names` lists fields, separated by
+    spaces."""
     return {name: kind for text in names for name in text.split()}
 
 

@@ -133,7 +133,8 @@ class _Sample:
     """Active features of a sample of tokens, token by token, features ascending."""
 
     ptr: Ints
-    """Start of each token's features in the other arrays, and their length at the end [token + 1]."""
+    """Index in the other arrays at which the features of each token start, and at the end the length of these
+    arrays [token + 1]."""
     feature: Array
     """Index of each active feature, int32 [active]."""
     value: Array
@@ -167,6 +168,7 @@ class _Sample:
 
     @property
     def n_tokens(self) -> int:
+        """Number of tokens of the sample."""
         return len(self.ptr) - 1
 
     @cached_property
@@ -201,14 +203,20 @@ class _Sample:
         return squares / max(self.n_tokens, 1)
 
     def portions(self, features: Ints) -> Iterator[slice]:
-        """Yield slices of `features` with at most PAIRS co-occurrences each, or of one feature."""
-        lengths = np.diff(self.ptr)
-        work = np.bincount(self.feature, lengths[self.owner], self.size)[features]
-        cumulative_work = np.concatenate([[0], work.cumsum()])
+        """Yield slices of `features` with at most FEATURES features and PAIRS co-occurrences each.
+
+        A feature with more than PAIRS co-occurrences has a slice of its own.
+        """
+        n_active = np.diff(self.ptr)  # number of active features per token
+        # Co-occurrences of a feature: summed over its tokens, the number of features active there.
+        co_occurrences = np.bincount(self.feature, weights=n_active[self.owner], minlength=self.size)[
+            features
+        ]
+        ends = np.concatenate([[0], co_occurrences.cumsum()])
         start = 0
         while start < len(features):
-            stop = int(np.searchsorted(cumulative_work, cumulative_work[start] + PAIRS, side="right")) - 1
-            # At least one feature, even if its pairs exceed a block.
+            stop = int(np.searchsorted(ends, ends[start] + PAIRS, side="right")) - 1
+            # At least one feature, even if it has more than PAIRS co-occurrences.
             stop = min(max(stop, start + 1), start + FEATURES, len(features))
             yield slice(start, stop)
             start = stop
@@ -264,7 +272,7 @@ class _Sample:
 
 
 def _share(part: Array, whole: Array) -> Floats:
-    """part / whole, 0 where whole is 0."""
+    """Elementwise quotient of two arrays; 0 where `whole` is 0."""
     return np.divide(part, whole, out=np.zeros(len(part)), where=whole > 0)
 
 

@@ -230,7 +230,11 @@ class ReconstructionRuns:
         return differences
 
     def added(self, vectors: Mapping[int, Tensor]) -> HookSpec:
-        """Intervention that adds vectors [prompt, counted position, width] where each layer writes."""
+        """Interventions that add a vector at the hook point that each layer's part of the dictionary writes.
+
+        Arguments:
+            vectors: Vectors by layer, [prompt, counted position, width].
+        """
         spec = HookSpec()
         for layer, value in vectors.items():
             spec = spec.intervene(*self._change(layer, value, Add))

@@ -332,8 +332,8 @@ class ComposedArchitecture(Architecture):
     altup: AltUpSpec | None = None
     """Parallel streams of all layers (Gemma 3n); None for a single stream."""
     pair: PairSpec | None = None
-    """Numbers of encoder layers and lengths of source and target of an encoder-decoder; None for models of
-    single sequences."""
+    """Encoder-decoders (T5, BART): number of encoder layers, start token and largest length; None for all
+    other models."""
 
     def __post_init__(self) -> None:
         # One table holds the inputs of all layers side by side, each of the same width.

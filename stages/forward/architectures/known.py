@@ -165,7 +165,7 @@ def by_own_names(config: ConfigReader) -> ConfigReader:
 
 
 def _attending(model_type: str) -> KnownFamily:
-    """Entry of `KNOWN` for a family whose layers all have attention (attending/)."""
+    """Entry of `KNOWN` for a family from the table `ATTENDING`: every layer has attention."""
     family = ATTENDING[model_type]
     return KnownFamily(
         family.read,
@@ -176,7 +176,8 @@ def _attending(model_type: str) -> KnownFamily:
 
 
 def _tower(model_type: str) -> KnownFamily:
-    """Entry of `KNOWN` for a multimodal family, whose text model belongs to another supported family."""
+    """Entry of `KNOWN` for a multimodal family from the table `TOWERS`, whose text model belongs to another
+    supported family."""
     tower = TOWERS[model_type]
 
     def read(reader: ConfigReader, shapes: TensorShapes) -> Architecture:
@@ -199,14 +200,19 @@ def _tower(model_type: str) -> KnownFamily:
 
 
 def _hybrid(model_type: str, family: FamilyReader) -> KnownFamily:
-    """Entry of `KNOWN` for a family with other mixers than attention, or with both (hybrids/, RWKV, Gemma 3n
-    and 4)."""
+    """Entry of `KNOWN` for one of `_MIXER_FAMILIES`: recurrent models, models with recurrent and attention
+    layers, Gemma 3n and Gemma 4.
+
+    Arguments:
+        model_type: `model_type` of config.json.
+        family: the family's row in its table.
+    """
     row = _row(model_type, family.examples, family.norm, family.mlp, family.mixers, family.head)
     return KnownFamily(family.config, lambda: row, family.reads_tensors)
 
 
 def _pair(model_type: str) -> KnownFamily:
-    """Entry of `KNOWN` for an encoder-decoder family (pairs/)."""
+    """Entry of `KNOWN` for an encoder-decoder family from the table `PAIRS`, such as T5."""
     family = PAIRS[model_type]
     return KnownFamily(family.build, lambda: family.described, reads_tensors=True)
 

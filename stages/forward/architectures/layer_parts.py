@@ -61,7 +61,8 @@ class AltUpSpec:
             )
 
     def tensors(self, hidden: int) -> Iterator[tuple[str, Stored]]:
-        """(name of a weight, its tensor) of AltUp in a layer. hidden: hidden size of the model."""
+        """Yield name and checkpoint tensor of each weight of AltUp in a layer. hidden: hidden size of the
+        model."""
         n = self.streams
         yield "altup.router", Stored("altup.modality_router.weight", (n, hidden))
         yield "altup.norm", Stored("altup.router_norm.weight", (hidden,))
@@ -71,8 +72,8 @@ class AltUpSpec:
             yield "altup.scale", Stored(CORRECTED_SCALE, (hidden,))
 
     def outer_tensors(self, root: str, hidden: int) -> Iterator[tuple[str, Stored]]:
-        """(name of a weight, its tensor) of AltUp outside of layers: maps from the embedding to each stream
-        but the first, and back at the end.
+        """Yield name and checkpoint tensor of each weight of AltUp outside of layers: maps from the embedding
+        to each stream but the first, and back at the end.
 
         Arguments:
             root: Prefix of the embedding's tensor name, such as "model.".
@@ -102,15 +103,15 @@ class LayerInputSpec:
     """Activation function of the gate."""
 
     def tensors(self, hidden: int) -> Iterator[tuple[str, Stored]]:
-        """(name of a weight, its tensor) of the per-layer input in a layer. hidden: hidden size of the
-        model."""
+        """Yield name and checkpoint tensor of each weight of the per-layer input in a layer. hidden: hidden
+        size of the model."""
         yield "input.gate", Stored("per_layer_input_gate.weight", (self.size, hidden))
         yield "input.out", Stored("per_layer_projection.weight", (hidden, self.size))
         yield "input.norm", Stored("post_per_layer_input_norm.weight", (hidden,))
 
     def outer_tensors(self, root: str, hidden: int, layers: int) -> Iterator[tuple[str, Stored]]:
-        """(name of a weight, its tensor) of per-layer inputs outside of layers: a table and a projection with
-        the inputs of all layers side by side, and a norm.
+        """Yield name and checkpoint tensor of each weight of per-layer inputs outside of layers: a table and
+        a projection with the inputs of all layers side by side, and a norm.
 
         Arguments:
             root: Prefix of the embedding's tensor name, such as "model.".
@@ -124,7 +125,7 @@ class LayerInputSpec:
 
 
 def laurel_tensors(rank: int, hidden: int) -> Iterator[tuple[str, Stored]]:
-    """(name of a weight, its tensor) of LAuReL in a layer.
+    """Yield name and checkpoint tensor of each weight of LAuReL in a layer.
 
     Arguments:
         rank: Rank of LAuReL's low-rank projection.

@@ -47,7 +47,7 @@ from .rwkv_tensors import RwkvNames, channel_mix_tensors, time_mix_tensors
 __all__ = ["LLAMA", "EncoderNames", "ExpertNames", "PairNames", "Spelling", "composed_tensors"]
 
 Named = Iterator[tuple[str, Stored]]
-"""(name of a weight, its tensor) pairs."""
+"""Pairs of a weight's name in mizarr, such as "linear.out", and its tensor in the checkpoint."""
 Factors = tuple[tuple[int, float], ...]
 """(number of rows, factor) of consecutive rows of a weight (`Stored.factors`); () for no factors."""
 CORRECTED = ("sigmoid", "sigmoid of chosen", "chosen of corrected softmax")
@@ -398,7 +398,8 @@ def _transform(config: HybridShapes, transform: HeadTransform) -> dict[str, Stor
 
 
 def _copies_of_shared_blocks(config: HybridShapes) -> tuple[dict[str, str], set[str]]:
-    """(name of a weight, its tensor) of blocks that layers share (Zamba), under the prefixes of all layers.
+    """Yield name and checkpoint tensor of each weight of blocks that layers share (Zamba), under the prefixes
+    of all layers.
 
     Returns:
         Name of a copy -> name of the original, for tensors that a checkpoint may repeat under the prefix of
@@ -463,15 +464,15 @@ def _norm(
 
 
 def _layer_tensors(config: HybridShapes, block: _Block) -> Named:
-    """(name of a weight, its tensor) of a layer; the tensors are stored under the prefix of another layer if
-    the layer shares that layer's weights (`LayerSpec.source`)."""
+    """Yield name and checkpoint tensor of each weight of a layer; the tensors are stored under the prefix of
+    another layer if the layer shares that layer's weights (`LayerSpec.source`)."""
     for weight, stored in _tensors_of_parts(config, block):
         yield weight, stored if block.source is None else replace(stored, layer=block.source)
 
 
 def _tensors_of_parts(config: HybridShapes, block: _Block) -> Named:
-    """(name of a weight, its tensor) of all parts of a layer: shared block, norms, mixers, cross-attention,
-    channel mixer."""
+    """Yield name and checkpoint tensor of each weight of one layer, part by part: shared block, norms,
+    mixers, cross-attention, channel mixer."""
     spelling, hidden = config.spelling, config.hidden_size
     if block.cross is not None and (pair := spelling.pair) is not None:
         spelling = replace(spelling, ln2=pair.ln2, mlp=pair.mlp, ln_cross=pair.ln_cross)
@@ -516,7 +517,7 @@ def _linear(
     transposed: bool = False,
     groups: int | None = None,
 ) -> Named:
-    """(name of a weight, its tensor) of a linear layer: the matrix and an optional bias.
+    """Yield name and checkpoint tensor of each weight of a linear layer: the matrix and an optional bias.
 
     Arguments:
         weight: Name of the matrix among the weights, such as "q".
@@ -542,7 +543,8 @@ def _linear(
 
 
 def _attention(spec: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
-    """(name of a weight, its tensor) of grouped-query attention, with all its optional parts."""
+    """Yield name and checkpoint tensor of each weight of grouped-query attention, with all its optional
+    parts."""
     prefix = spelling.attention
     into, of_keys, out = spec.factors
     queries, keys = spec.num_attention_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -614,15 +616,15 @@ def _attention(spec: AttentionSpec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _differential_attention(spec: DifferentialSpec, spelling: Spelling, hidden: int) -> Named:
-    """(name of a weight, its tensor) of differential attention: those of attention, and the learned vectors
-    of lambda."""
+    """Yield name and checkpoint tensor of each weight of differential attention: those of attention, and the
+    learned vectors of lambda."""
     yield from _attention(spec.attention, spelling, hidden)
     for part in ("q1", "k1", "q2", "k2"):
         yield f"diff.{part}", Stored(f"{spelling.attention}lambda_{part}", (spec.attention.head_dim,))
 
 
 def _routed_attention(spec: RoutedAttentionSpec, spelling: Spelling, hidden: int) -> Named:
-    """(name of a weight, its tensor) of a mixture of attention heads."""
+    """Yield name and checkpoint tensor of each weight of a mixture of attention heads."""
     prefix, width = spelling.attention, spec.kv_heads * spec.head_dim
     yield "moa.router", Stored(f"{prefix}experts.router.layer.weight", (spec.experts, hidden))
     yield "moa.q", Stored(f"{prefix}experts.input_linear.weight", (spec.experts, width, hidden))
@@ -632,7 +634,7 @@ def _routed_attention(spec: RoutedAttentionSpec, spelling: Spelling, hidden: int
 
 
 def _latent_attention(spec: LatentAttentionSpec, spelling: Spelling, hidden: int) -> Named:
-    """(name of a weight, its tensor) of multi-head latent attention."""
+    """Yield name and checkpoint tensor of each weight of multi-head latent attention."""
     prefix, bias, query_rows = spelling.attention, spec.has_bias, spec.heads * spec.key_size
     if spec.query_rank is None:
         yield "latent.q", Stored(f"{prefix}q_proj.weight", (query_rows, hidden))
@@ -651,7 +653,8 @@ def _latent_attention(spec: LatentAttentionSpec, spelling: Spelling, hidden: int
 
 
 def _shared_block(spec: SharedBlockSpec, spelling: Spelling, hidden: int) -> Named:
-    """(name of a weight, its tensor) of a shared block, and the layer's own projection of its output."""
+    """Yield name and checkpoint tensor of each weight of a shared block, and the layer's own projection of
+    its output."""
     yield from (
         (weight, replace(stored, name=f"{spelling.block}{stored.name}", layer=spec.source))
         for weight, stored in _in_shared_block(spec, spelling, hidden)
@@ -660,8 +663,8 @@ def _shared_block(spec: SharedBlockSpec, spelling: Spelling, hidden: int) -> Nam
 
 
 def _in_shared_block(spec: SharedBlockSpec, spelling: Spelling, hidden: int) -> Named:
-    """(name of a weight, its tensor) of the shared weights of a block, and of one layer's low-rank adapters,
-    which are stored in lists next to them."""
+    """Yield name and checkpoint tensor of each weight that layers share in a block, and of one layer's
+    low-rank adapters, which are stored in lists next to them."""
     attention, both = spec.attention, 2 * hidden
     queries = attention.num_attention_heads * attention.head_dim
     keys = attention.num_kv_heads * attention.head_dim
@@ -682,8 +685,8 @@ def _in_shared_block(spec: SharedBlockSpec, spelling: Spelling, hidden: int) -> 
 
 
 def _low_rank(weight: str, name: str, spec: SharedBlockSpec, size: tuple[int, int]) -> Named:
-    """(name of a weight, its tensor) of a low-rank adapter: two matrices whose product is added to a shared
-    matrix in one layer.
+    """Yield name and checkpoint tensor of each weight of a low-rank adapter: two matrices whose product is
+    added to a shared matrix in one layer.
 
     Arguments:
         weight: Name of the shared matrix among the weights.
@@ -698,14 +701,14 @@ def _low_rank(weight: str, name: str, spec: SharedBlockSpec, size: tuple[int, in
 
 
 def _convolution(prefix: str, channels: int, size: int, has_bias: bool) -> Named:
-    """(name of a weight, its tensor) of a state space's short convolution."""
+    """Yield name and checkpoint tensor of each weight of a state space's short convolution."""
     yield "ssm.conv", Stored(f"{prefix}conv1d.weight", (channels, 1, size))
     if has_bias:
         yield "ssm.conv.bias", Stored(f"{prefix}conv1d.bias", (channels,))
 
 
 def _mamba(spec: MambaSpec, spelling: Spelling, hidden: int) -> Named:
-    """(name of a weight, its tensor) of Mamba-1."""
+    """Yield name and checkpoint tensor of each weight of Mamba-1."""
     prefix, channels, bias = spelling.mixer, spec.channels, spec.has_bias
     yield from _linear("ssm.in", f"{prefix}in_proj", (2 * channels, hidden), bias=bias)
     yield from _convolution(prefix, channels, spec.conv_size, spec.has_conv_bias)
@@ -717,8 +720,8 @@ def _mamba(spec: MambaSpec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _selection(spec: MambaSpec, prefix: str) -> Named:
-    """(name of a weight, its tensor) of Mamba-1's projections to step sizes, B and C, and of A and D. The
-    layout "by group" has a leading axis of groups; prefix: of the mixer's tensors."""
+    """Yield name and checkpoint tensor of each weight of Mamba-1's projections to step sizes, B and C, and of
+    A and D. The layout "by group" has a leading axis of groups; prefix: of the mixer's tensors."""
     channels, rank, keys = spec.channels, spec.rank, spec.state_size
     groups: tuple[int, ...] = ()
     dot = "."
@@ -732,7 +735,7 @@ def _selection(spec: MambaSpec, prefix: str) -> Named:
 
 
 def _mamba2(spec: Mamba2Spec, spelling: Spelling, hidden: int) -> Named:
-    """(name of a weight, its tensor) of Mamba-2."""
+    """Yield name and checkpoint tensor of each weight of Mamba-2."""
     prefix, channels, shared = spelling.mixer, spec.channels, spec.groups * spec.state_size
     # Rows of the input projection: gate, x, B, C, step sizes.
     sizes = (channels, channels, shared, shared, spec.heads)
@@ -749,7 +752,7 @@ def _mamba2(spec: Mamba2Spec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _mlp(spec: MlpSpec, spelling: Spelling, hidden: int) -> Named:
-    """(name of a weight, its tensor) of an MLP."""
+    """Yield name and checkpoint tensor of each weight of an MLP."""
     prefix, parts, inner = spelling.mlp, spelling.mlp_parts, spec.intermediate_size
     of_gate, out = spec.factors
     gate = _one_factor(inner, of_gate)
@@ -785,7 +788,7 @@ def _mlp(spec: MlpSpec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _experts(spec: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
-    """(name of a weight, its tensor) of router, routed experts and shared expert."""
+    """Yield name and checkpoint tensor of each weight of router, routed experts and shared expert."""
     prefix, parts, inner, bias = (
         spelling.experts.prefix,
         spelling.experts.parts,
@@ -853,9 +856,9 @@ def _experts(spec: ExpertsSpec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _gated_delta(spec: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Named:
-    """(name of a weight, its tensor) of a gated delta net in three layouts: "by group", one tensor with
-    queries, keys, values and gates of each group of heads; "by part", one tensor of all queries, keys and
-    values; "separate" tensors."""
+    """Yield name and checkpoint tensor of each weight of a gated delta net in three layouts: "by group", one
+    tensor with queries, keys, values and gates of each group of heads; "by part", one tensor of all queries,
+    keys and values; "separate" tensors."""
     prefix, (queries, keys, values) = spelling.mixer, spec.parts
     if spec.layout == "separate":
         yield from _separate_delta(spec, spelling, hidden)
@@ -875,9 +878,9 @@ def _gated_delta(spec: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Named
 
 
 def _separate_delta(spec: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Named:
-    """(name of a weight, its tensor) of a gated delta net with separate projections. With a decay per key
-    channel, the projections to decays and gates are low-rank, with as many channels in between as a head has
-    values."""
+    """Yield name and checkpoint tensor of each weight of a gated delta net with separate projections. With a
+    decay per key channel, the projections to decays and gates are low-rank, with as many channels in between
+    as a head has values."""
     prefix, heads = spelling.mixer, spec.heads
     for part, width in zip("qkv", spec.parts, strict=True):
         yield f"linear.{part}", Stored(f"{prefix}{part}_proj.weight", (width, hidden))
@@ -904,7 +907,7 @@ def _separate_delta(spec: GatedDeltaSpec, spelling: Spelling, hidden: int) -> Na
 
 
 def _linear_attention(spec: LinearAttentionSpec, spelling: Spelling, hidden: int) -> Named:
-    """(name of a weight, its tensor) of gated linear attention or retention."""
+    """Yield name and checkpoint tensor of each weight of gated linear attention or retention."""
     prefix, values = spelling.mixer, spec.heads * spec.value_size
     for part, width in zip("qkv", spec.parts, strict=True):
         yield f"linear.{part}", Stored(f"{prefix}{part}_proj.weight", (width, hidden))
@@ -922,7 +925,7 @@ def _linear_attention(spec: LinearAttentionSpec, spelling: Spelling, hidden: int
 
 
 def _lightning(spec: LightningSpec, spelling: Spelling, hidden: int) -> Named:
-    """(name of a weight, its tensor) of lightning attention."""
+    """Yield name and checkpoint tensor of each weight of lightning attention."""
     prefix, width = spelling.mixer, spec.heads * spec.head_dim
     # Head by head: query, key, value.
     yield "linear.qkv", Stored(f"{prefix}qkv_proj.weight", (3 * width, hidden))
@@ -933,7 +936,7 @@ def _lightning(spec: LightningSpec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _linear_unit(spec: LinearUnitSpec, spelling: Spelling, hidden: int) -> Named:
-    """(name of a weight, its tensor) of an RG-LRU."""
+    """Yield name and checkpoint tensor of each weight of an RG-LRU."""
     prefix, width = spelling.mixer, spec.channels
     for weight, name in (("in", "linear_x"), ("gate", "linear_y")):
         yield from _linear(f"linear.{weight}", f"{prefix}{name}", (width, hidden), bias=True)
@@ -948,7 +951,7 @@ def _linear_unit(spec: LinearUnitSpec, spelling: Spelling, hidden: int) -> Named
 
 
 def _mlstm(spec: MlstmSpec, spelling: Spelling, hidden: int) -> Named:
-    """(name of a weight, its tensor) of an mLSTM."""
+    """Yield name and checkpoint tensor of each weight of an mLSTM."""
     prefix, heads, bias, values = spelling.mixer, spec.heads, spec.has_bias, spec.parts[2]
     if spec.is_fused:
         yield from _linear("mlstm.qkvo", f"{prefix}qkv_opreact", (sum(spec.parts), hidden), bias=bias)
@@ -965,7 +968,7 @@ def _mlstm(spec: MlstmSpec, spelling: Spelling, hidden: int) -> Named:
 
 
 def _short_convolution(spec: ShortConvolutionSpec, spelling: Spelling, hidden: int) -> Named:
-    """(name of a weight, its tensor) of a gated short convolution (LFM2)."""
+    """Yield name and checkpoint tensor of each weight of a gated short convolution (LFM2)."""
     prefix, bias = spelling.mixer, spec.has_bias
     yield from _linear("conv.in", f"{prefix}in_proj", (3 * spec.channels, hidden), bias=bias)
     yield "conv.conv", Stored(f"{prefix}conv.weight", (spec.channels, 1, spec.conv_size))
@@ -975,7 +978,8 @@ def _short_convolution(spec: ShortConvolutionSpec, spelling: Spelling, hidden: i
 
 
 def _mlp_and_experts(spec: MlpAndExpertsSpec, spelling: Spelling, hidden: int) -> Named:
-    """(name of a weight, its tensor) of an MLP with parallel experts, their gains and norms (Gemma 4)."""
+    """Yield name and checkpoint tensor of each weight of an MLP with parallel experts, their gains and norms
+    (Gemma 4)."""
     yield from _mlp(spec.mlp, spelling, hidden)
     yield from _experts(spec.experts, spelling, hidden)
     yield (

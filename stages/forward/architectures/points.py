@@ -156,10 +156,10 @@ def _states(
     Arguments:
         prefix: Prefix of the mixer's hook points, such as "ssm".
         axes: Names of the axes of the mixer's heads, keys, values and decays.
-        written: Formula of a token's write to the state, for the descriptions.
-        read: Relation between the attention matrix alpha and the output, for the descriptions.
-        log: Formula of the logarithm of the decay, for the descriptions.
-        per: Number of decays, for the descriptions.
+        written: Formula of what a token writes to the state, for the descriptions.
+        read: Definition of the attention matrix alpha by values and output, for the descriptions.
+        log: End of the log decay's description with its formula, such as ", dt A".
+        per: End of the decay's description that says how many decays there are: ": one number per head".
     """
     head, key, value, decay = axes
 

@@ -46,7 +46,7 @@ class RwkvNames:
 
 
 def time_mix_tensors(spec: TimeMixSpec, names: RwkvNames, hidden: int) -> Iterator[tuple[str, Stored]]:
-    """(name of a weight, its tensor) of the time mix of a layer.
+    """Yield name and checkpoint tensor of each weight of the time mix of a layer.
 
     Arguments:
         spec: Sizes and switches of the time mix.
@@ -68,8 +68,8 @@ def time_mix_tensors(spec: TimeMixSpec, names: RwkvNames, hidden: int) -> Iterat
 
 
 def _versions_4_to_6(spec: TimeMixSpec, names: RwkvNames, hidden: int) -> Iterator[tuple[str, Stored]]:
-    """(name of a weight, its tensor) of the token-shift mixes, decay and bonus of versions 4 to 6, which have
-    the same names in both naming schemes; arguments as in `time_mix_tensors`."""
+    """Yield name and checkpoint tensor of each weight of the token-shift mixes, decay and bonus of versions 4
+    to 6, which have the same names in both naming schemes; arguments as in `time_mix_tensors`."""
     prefix, ranks, flat = names.time_mix, dict(spec.ranks), (1, 1, hidden)
     channels = (spec.width,) if spec.generation == 4 else (spec.heads, spec.head_dim)
     if spec.has_decay_per_head:
@@ -90,8 +90,8 @@ def _versions_4_to_6(spec: TimeMixSpec, names: RwkvNames, hidden: int) -> Iterat
 
 
 def _version_7(spec: TimeMixSpec, names: RwkvNames, hidden: int) -> Iterator[tuple[str, Stored]]:
-    """(name of a weight, its tensor) of the token-shift mixes and low-rank maps of version 7; arguments as in
-    `time_mix_tensors`."""
+    """Yield name and checkpoint tensor of each weight of the token-shift mixes and low-rank maps of version
+    7; arguments as in `time_mix_tensors`."""
     prefix, width = names.time_mix, spec.width
     if names.has_fused_mixes:
         yield "mixes", Stored(f"{prefix}x_x", (len(MIXES), hidden))
@@ -119,7 +119,7 @@ def _version_7(spec: TimeMixSpec, names: RwkvNames, hidden: int) -> Iterator[tup
 
 
 def channel_mix_tensors(spec: ChannelMixSpec, names: RwkvNames, hidden: int) -> Iterator[tuple[str, Stored]]:
-    """(name of a weight, its tensor) of the channel mix of a layer.
+    """Yield name and checkpoint tensor of each weight of the channel mix of a layer.
 
     Arguments:
         spec: Sizes and switches of the channel mix.

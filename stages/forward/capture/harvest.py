@@ -143,6 +143,7 @@ def _harvest_unclaimed(
     """
 
     def write(buffer: SegmentBuffer, job: WriteJob) -> None:
+        """Write a filled buffer to the store, on the writer thread."""
         try:
             await_entry()
             arrays = filled_arrays(buffer, spec_for_cells(spec, job.cells), entry, job.segment)
@@ -284,6 +285,7 @@ def _run_batches(
     """Run all batches of segment `n`; a batch that runs out of memory is run again as smaller batches."""
 
     def run_batch(batch: PieceBatch) -> None:
+        """Run one batch, and write its activations or gradients to the buffer."""
         rows = ids_of(entry, batch)
         with batch_sink(batch) as sink:
             if not spec.gradients:
@@ -352,6 +354,7 @@ def _needs_whole_prompts(model: Model, entry: Entry, spec: BoundSpec) -> bool:
 
 
 def _packed_axis(entry: Entry, kept_capture: KeptCapture) -> str:
+    """Name of the axis on which the stored array has its rows: tokens, prompts, segments or pairs."""
     return entry.spec(kept_capture.variable).packed
 
 
@@ -398,6 +401,7 @@ def segment_sink(
     }
 
     def write_capture(batch: PieceBatch, kept_capture: KeptCapture, value: Tensor) -> None:
+        """Write an activation in the form that `kept_capture` states: reduced, or as rows of its axis."""
         cell, axis = kept_capture.cell, axes[kept_capture.variable]
         rows = entry.rows(cell[0], n)
         if kept_capture.keep.reduction == MEAN:
@@ -419,6 +423,7 @@ def segment_sink(
         write_tokens(batch, kept_capture, norms(value) if kept_capture.keep.reduction == NORM else value)
 
     def write_tokens(batch: PieceBatch, kept_capture: KeptCapture, value: Tensor) -> None:
+        """Write one row per token, or per selected token."""
         cell, axis = kept_capture.cell, axes[kept_capture.variable]
         rows = entry.rows(cell[0], n)
         if axis in selections:
@@ -430,8 +435,16 @@ def segment_sink(
 
     @contextmanager
     def batch_sink(batch: PieceBatch) -> Iterator[Sink]:
+        """Give the function that a pass over one batch calls with each captured activation.
+
+        If the pass fails, the buffer drops the tensors that it took over without a copy (`adopt`), and the
+        run reductions drop what the batch added.
+        """
+
         def sink(capture: Capture, value: Tensor) -> None:
-            # Checked before reducing, which can hide a NaN: it is no maximum, and no active feature.
+            """Write a captured activation to the buffer, once for each form in which the run keeps it."""
+            # Activations are checked before they are reduced, as a reduction can hide NaN: a comparison with
+            # NaN is false, so that NaN becomes neither a maximum nor an active feature.
             reduced = next((item for item in by_capture[capture] if item.keep.reduction is not None), None)
             if reduced is not None and not _are_tokens_finite(capture, value, batch):
                 raise NonFiniteRows(reduced, n)
@@ -453,7 +466,7 @@ def segment_sink(
             with run_reductions.batch():
                 yield sink
         except BaseException:
-            # Adopted tensors belong to the failed pass: releasing them frees its memory.
+            # Tensors that the buffer took over without a copy belong to the failed pass and hold its memory.
             buffer.clear()
             raise
 
@@ -473,6 +486,7 @@ def spec_for_cells(spec: BoundSpec, cells: Collection[VariableLayer]) -> BoundSp
 
 
 def _padded(tokens: PackedTokens, piece: Piece, length: int) -> list[int]:
+    """Token ids that a prompt's row computes, padded with 0 on the right to `length`."""
     ids = tokens.prompt(piece.prompt)[: piece.run].tolist()
     return [*ids, *[0] * (length - len(ids))]
 

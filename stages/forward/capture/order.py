@@ -118,10 +118,20 @@ def load_for(
 
 
 def _weights_limit(source: ModelSource, limit: int, working: WorkingMemory) -> int:
-    """Most bytes of weights to hold, under a memory limit for weights, activations and buffers together.
+    """Bytes that weights may take in memory: the memory limit less the activations of a batch and the segment
+    buffers.
 
-    The buffers of all captures are subtracted if the smallest unit of weights still fits beside them. Else
-    the buffers of one layer are subtracted, and the weights are streamed.
+    If the rest holds the fewest weights with which a pass can run (`UnitBytes.least`), the buffers of all
+    layers are subtracted. Otherwise only those of one layer are subtracted, and the result is smaller than
+    all weights together, so that the loader streams them.
+
+    Arguments:
+        source: the model.
+        limit: most bytes for weights, activations and segment buffers together.
+        working: bytes of activations and segment buffers.
+
+    Raises:
+        PlanError: if activations and the buffers of one layer alone reach the limit.
     """
     from ..models.model import as_dtype
     from ..models.residency import bytes_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,17 @@ from .batches import PieceBatch
 from .overlap import send
 
 
+class _RowRange(NamedTuple):
+    """Selected tokens of a batch whose rows in the segment buffer are consecutive: one copy."""
+
+    start: int
+    """Index of the first one among the selected tokens of the batch."""
+    row: int
+    """Row of the first one in the segment buffer."""
+    count: int
+    """Number of rows."""
+
+
 @dataclass(frozen=True)
 class _BatchSelection:
     """Where the selected tokens of one batch are, and where they go in the segment buffer."""
@@ -25,9 +37,8 @@ class _BatchSelection:
     """Row of the batch for each selected token, int [row]."""
     position: Tensor
     """Position in the prompt for each selected token, int [row]."""
-    runs: list[tuple[int, int, int]]
-    """(index of the first selected token, its row in the segment buffer, number of rows) of each contiguous
-    copy."""
+    ranges: list[_RowRange]
+    """Copies to the segment buffer."""
 
 
 class SelectedRows:
@@ -57,26 +68,32 @@ class SelectedRows:
             # Once per batch, not per layer: copying indices to a GPU synchronises it.
             self._latest = self._selection_in(batch, value.device)
         rows = value[self._latest.prompt, self._latest.position]
-        for start, row, count in self._latest.runs:
+        for start, row, count in self._latest.ranges:
             send(rows[start : start + count], buffer[row : row + count])
 
     def _selection_in(self, batch: PieceBatch, device: torch.device) -> _BatchSelection:
+        """Find the selected tokens of a batch, and their rows in the segment buffer.
+
+        Arguments:
+            batch: the prompts.
+            device: device of the activations, to which indices are moved.
+        """
         starts = np.array([piece.at for piece in batch.pieces], np.int64) + self._segment.start
         first_rows = self._selection.starts_on(self._tokens, starts) - self._first_row
         positions: list[npt.NDArray[np.int64]] = []
-        runs: list[tuple[int, int, int]] = []
+        ranges: list[_RowRange] = []
         start = 0
         for piece, row in zip(batch.pieces, first_rows.tolist(), strict=True):
             selected = self._selection.places(self._tokens, piece.prompt)
             positions.append(selected[(selected >= piece.start) & (selected < piece.stop)])
             count = len(positions[-1])
-            if runs and runs[-1][1] + runs[-1][2] == row:
-                run_start, run_row, run_count = runs.pop()
-                runs.append((run_start, run_row, run_count + count))
+            # The rows of this prompt follow those of the prompt before it: one copy for both.
+            if ranges and ranges[-1].row + ranges[-1].count == row:
+                ranges[-1] = ranges[-1]._replace(count=ranges[-1].count + count)
             else:
-                runs.append((start, row, count))
+                ranges.append(_RowRange(start, row, count))
             start += count
         counts = [len(prompt_positions) for prompt_positions in positions]
         prompt = torch.from_numpy(np.repeat(np.arange(len(positions)), counts))
         position = torch.from_numpy(np.concatenate(positions))
-        return _BatchSelection(batch, prompt.to(device), position.to(device), runs)
+        return _BatchSelection(batch, prompt.to(device), position.to(device), ranges)

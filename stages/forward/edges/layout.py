@@ -50,7 +50,7 @@ class Layout:
 
     @classmethod
     def of(cls, config: Architecture) -> Layout:
-        """The graph of a model.
+        """Read the graph of a model from its architecture: heads per layer, and which layers are parallel.
 
         Arguments:
             config: architecture of the model.

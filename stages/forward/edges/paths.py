@@ -181,7 +181,10 @@ ReceiverInputs = dict[Place, tuple[list[int], Tensor]]
 
 
 class _SenderPass:
-    """Pass 2: senders changed, other heads frozen. It computes differences of the stream to the clean run."""
+    """Pass 2 of path patching (see the top of this file): senders changed, other heads frozen.
+
+    It computes differences of the residual stream to the clean run.
+    """
 
     def __init__(
         self, network: SplitNetwork, layout: Layout, clean: EdgeSources, sent: Sent, mlps_held: bool
@@ -255,7 +258,7 @@ class _SenderPass:
 
 
 class _ReceiverTaps(PartTaps):
-    """Pass 3: sets receivers to the inputs recorded in pass 2; all else is as this pass computes it."""
+    """Sets receivers to their recorded inputs in pass 3 (`_receiver_pass`); all else is as computed there."""
 
     def __init__(self, layout: Layout, inputs: ReceiverInputs) -> None:
         super().__init__({place: x for place, (heads, x) in inputs.items() if not heads})
@@ -287,7 +290,8 @@ def _receiver_pass(
     first_layer: int,
     want: Logits,
 ) -> Tensor:
-    """Pass 3: run the model with receivers set to their recorded inputs; returns logits [row, token].
+    """Pass 3 of path patching (see the top of this file): run the clean prompt with the receivers set to the
+    inputs that pass 2 recorded, and return logits [row, token] at the last position.
 
     Arguments:
         network: the network.
@@ -297,13 +301,19 @@ def _receiver_pass(
         first_layer: first layer with a receiver.
         want: tokens whose logits are computed.
     """
-    rows = len(next(iter(inputs.values()))[1])
+    # All receivers have one recorded input per row, so any of them gives the number of rows.
+    rows = next(len(values) for _, values in inputs.values())
     taps = _ReceiverTaps(layout, inputs)
+    # Layers below the first receiver equal the clean run.
     stream = clean.streams.heads[first_layer].expand(rows, -1, -1)
     history = WholePrompts(stream.shape[1], taps, stream.device)
-    layers = range(first_layer, layout.num_layers)
     final = run_to_end(
-        network, {STREAM: stream}, layers, history, taps, first_layer - 1 if first_layer else None
+        network,
+        {STREAM: stream},
+        range(first_layer, layout.num_layers),
+        history,
+        taps,
+        previous=first_layer - 1 if first_layer else None,
     )
     return network.unembed(network.final_norm(final[:, -1]), want)
 

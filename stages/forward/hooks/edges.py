@@ -41,7 +41,7 @@ class _EdgeSpec(PlacedSpec):
     edges: tuple[Edge, ...] = ()
     """(query, key) pairs; None on one side for every position."""
     keeps_self: bool = False
-    """Whether None leaves out the edge from a position to itself."""
+    """Whether an edge with None (all positions) leaves out the pair of a position with itself."""
 
     _noun: ClassVar[str] = "edges"
     """Name of the spec in error messages."""

@@ -152,7 +152,9 @@ class LayoutCase:
                 return Verdict(None, str(error))
             except Exception as error:  # noqa: BLE001 - code of the hub may raise anything
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                return Verdict(None, f"expected {installed} to run it, found that it cannot ({reason})")
+                return Verdict(
+                    None, f"expected {installed} to run the checkpoint, found that it cannot ({reason})"
+                )
             run = self._decoder()
             largest = 0.0
             for length, (expected_logits, expected_states) in zip(lengths, expected, strict=True):
@@ -301,7 +303,7 @@ def lengths_to_check(config: Architecture, turns: Mapping[str, int]) -> list[int
     if too_far:
         listed = ", ".join(f"{key}={number}" for key, number in sorted(too_far.items()))
         raise CannotCheck(
-            f"expected config keys that change the computation within {FARTHEST} tokens, the longest prompt "
+            f"expected the computation to change at lengths up to {FARTHEST} tokens only, the longest prompt "
             f"that is compared, found {listed} in a model for prompts of up to {config.context_length} tokens"
         )
     context = config.context_length
@@ -342,8 +344,8 @@ def _config_of_transformers(directory: Path, raw: Mapping[str, Any]) -> dict[str
     model_type = raw.get("model_type")
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise CannotCheck(
-            f"expected a model_type in config.json that {witness()} lists as a causal language model, found "
-            f"{model_type!r}"
+            f"expected {witness()} to have a causal language model for the model_type in config.json, to "
+            f"compare results with, found none for {model_type!r}"
         )
     config = AutoConfig.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     return dict(config.to_dict())

@@ -859,7 +859,7 @@ def as_device(device: str | torch.device | None) -> torch.device:
         # torch.device() accepts devices that do not exist; allocating does not.
         torch.empty(0, device=torch_device)
         if torch_device.type == "meta":
-            raise RuntimeError("which holds no numbers")
+            raise RuntimeError("the device meta holds no numbers")
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         reason = str(error).splitlines()[0].partition(". ")[0].rstrip(".")
         # torch lists every device type that it knows, which says nothing of this machine.

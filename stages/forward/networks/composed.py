@@ -357,7 +357,7 @@ class ComposedNetwork(Ends[ComposedArchitecture, LayerModules]):
         if isinstance(channel_mixer, MlpAndExperts):
             out = channel_mixer(h, layer, taps, x)
         elif isinstance(channel_mixer, ChannelMix):
-            assert history is not None  # as `fed` is for attention layers
+            assert history is not None  # only `fed` passes none, and not for layers of RWKV
             out = channel_mixer(h, layer, history, taps)
         else:
             out = channel_mixer(h, layer, taps)

@@ -204,7 +204,7 @@ class BranchTaps:
         return sorted({number for numbers in numbers_by_when for number in numbers})
 
     def give(self, number: int, kind: str, layer: int, before: Tensor, after: Tensor) -> None:
-        """Give a branch a captured value that is computed only for captures.
+        """Store a value for a branch if the branch captures it, for hook points that are computed only then.
 
         Arguments:
             number: index of the branch.

@@ -82,7 +82,7 @@ class Row:
         return len(self.position)
 
     def part(self, branch: int, length: int) -> PositionSubset:
-        """The positions that a branch computes, as interventions need them.
+        """The positions that a branch computes, in the form that interventions are applied to.
 
         Arguments:
             branch: index of the branch.

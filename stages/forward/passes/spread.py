@@ -107,34 +107,55 @@ class BranchHistory:
             layer: layer index; the number of layers for the final norm.
             carried: output of the layer before, by name, [1, token, width].
         """
-        branches = self._forest.branches
+        # `row`: tokens that enter this layer; `self._kept` is still the row of tokens that left the layer
+        # before.
         row = self.row
         if layer:
-            # A branch whose interventions changed nothing so far equals its parent once all are made.
-            for number in self._taps.unmoved():
-                if branches[number].parent is not None and branches[number].ends_changing(layer - 1):
-                    self._dropped.add(number)
+            self._drop_unchanged(layer)
             row = self._row_of(layer)
-            source = torch.from_numpy(self._kept.where[row.branch, row.position]).to(self._device)
+            source = self._tokens_in(self._kept, row)
             carried = {name: x.index_select(1, source) for name, x in carried.items()}
-        inside = {
+        output_positions = self._output_positions(layer, row)
+        is_final_norm = layer == self._forest.branches[0].n_layers
+        self.row, self._kept = row, row if is_final_norm else Row(self._forest, output_positions)
+        self._taps.begin(self.row, self._kept, is_last=not output_positions)
+        # None: all tokens that enter the layer also leave it.
+        self._kept_tokens = self._tokens_in(row, self._kept) if len(self._kept) < len(row) else None
+        # Other tokens may be in the row of this layer, so tables by token are no longer valid.
+        self._rotations.clear()
+        return carried
+
+    def _drop_unchanged(self, layer: int) -> None:
+        """Stop computing branches whose interventions, all made before `layer`, changed no value: they equal
+        their parents."""
+        for number in self._taps.unmoved():
+            branch = self._forest.branches[number]
+            if branch.parent is not None and branch.ends_changing(layer - 1):
+                self._dropped.add(number)
+
+    def _output_positions(self, layer: int, row: Row) -> dict[int, Ints]:
+        """Branch -> positions whose output of a layer is needed, of the branches that compute the layer.
+
+        Arguments:
+            layer: layer index; the number of layers for the final norm.
+            row: tokens that enter the layer.
+        """
+        branches = self._forest.branches
+        positions = {
             number: branches[number].kept(layer)
             for number in row.held
             if branches[number].is_needed(layer, inside=True)
         }
         is_final_norm = layer == branches[0].n_layers
-        if inside and not is_final_norm and branches[0].architecture.layers[layer].mixer.kind == "in turn":
-            inside = row.held  # the second of two mixers in turn reads the first one's output at every token
-        self.row, self._kept = row, row if is_final_norm else Row(self._forest, inside)
-        self._taps.begin(self.row, self._kept, is_last=not inside)
-        self._kept_tokens = None
-        if len(self._kept) < len(row):
-            self._kept_tokens = torch.from_numpy(row.where[self._kept.branch, self._kept.position]).to(
-                self._device
-            )
-        # Other tokens may be in the row of this layer, so tables by token are no longer valid.
-        self._rotations.clear()
-        return carried
+        if positions and not is_final_norm and branches[0].architecture.layers[layer].mixer.kind == "in turn":
+            # The second of two mixers in turn reads the first one's output at every token.
+            return row.held
+        return positions
+
+    def _tokens_in(self, source: Row, row: Row) -> Tensor:
+        """Token of `source` with the values of each token of `row`: of the same branch and position, or of
+        the nearest ancestor that computes the position, int [token]."""
+        return torch.from_numpy(source.where[row.branch, row.position]).to(self._device)
 
     def needed(self, x: Tensor) -> Tensor:
         """Select the tokens of x [..., token, width] whose output of this layer is needed."""

@@ -90,14 +90,15 @@ class Attributor:
         """Compute rows of the adjacency matrix.
 
         Arguments:
-            items: Target of each row [n]: the index of an active feature, or their number plus that of a
-            logit.
+            items: Target of each row [n]: index of an active feature, or the number of active features plus
+                the index of a logit.
 
         Returns:
             float32 [n, source], with columns for all active features, errors and tokens.
         """
         workers = min(torch.get_num_threads(), self._most_workers)
-        # Decoder vectors that are read again for every batch call for batches as large as possible.
+        # Every batch needs all decoder vectors. If they are not kept in memory, each batch reads them from
+        # disk again, so that batches are as large as memory allows.
         most = self._most_targets // workers
         lanes = min(LANES, most) if self.sources.is_kept else most
         item_tensor = torch.from_numpy(np.ascontiguousarray(items)).to(self.replacement.device)

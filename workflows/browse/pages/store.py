@@ -232,7 +232,10 @@ def _workflows_table(
 
 
 def _rows_caption(count: int) -> str:
-    """Caption of a table on the first page: which entries of a list of `count` it shows."""
+    """Caption of a table that shows the first entries of a list, newest first: "The newest 20 of 1,234."
+
+    count: number of entries of the whole list.
+    """
     return f"All {count:,}, newest first." if count <= FIRST else f"The newest {FIRST} of {count:,}."
 
 
@@ -266,7 +269,7 @@ def _deletable_bytes(snapshot: Snapshot) -> str:
 
 
 def _damage_note(snapshot: Snapshot) -> Iterator[Note]:
-    """Note that names the first three damaged entries, as an iterator of one view; of none without damage."""
+    """Yield a note that names the first three damaged entries; yields nothing if no entry is damaged."""
     if snapshot.damaged:
         examples = "; ".join(snapshot.damaged[:3])
         yield Note(

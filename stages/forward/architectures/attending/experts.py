@@ -99,7 +99,7 @@ class ExpertDefaults:
     """Number of groups of experts, and of groups that a token may choose from (config keys n_group and
     topk_group)."""
     factor: float = 1.0
-    """Factor of the sum of the routed experts' outputs."""
+    """Number by which the sum of the routed experts' outputs is multiplied."""
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         cursor = _Cursor(data, len(data))
         magic = cursor.take(4)
         if magic != MAGIC:
-            raise ValueError(f"expected {MAGIC!r} as its first bytes, found {magic!r}")
+            raise ValueError(f"expected {MAGIC!r} as the first bytes of the file, found {magic!r}")
         version = cursor.integer("<I")
         if version not in _VERSIONS:
             # Version 3 in big-endian reads as 0x03000000.
@@ -313,8 +313,8 @@ def _mapped_tensors(path: Path, tensors: dict[str, _TensorInfo], start: int) -> 
             )
         if first < end:
             raise ValueError(
-                f"expected tensor {name!r:.80} after the end of {previous!r:.80} at byte {end}, found it at "
-                f"byte {first}"
+                f"expected tensors that do not overlap, found {name!r:.80} from byte {first} on, before the "
+                f"end of {previous!r:.80} at byte {end}"
             )
         end, previous = first + info.nbytes, name
     return {

@@ -215,14 +215,18 @@ def _require_stream(model: Examined, config: BridgeConfig) -> None:
 
 
 def _require_reached(model: Examined, config: BridgeConfig) -> None:
-    """Raise NotBridged unless only the next layer reads a layer's output, and changes of it reach the
-    logits."""
+    """Raise NotBridged unless only the next layer reads a layer's output, and noise added to it changes the
+    logits.
+
+    Tried for the first, the middle and the last layer.
+    """
     ids, layers = model.ids(1, min(LENGTH, config.context), seed=7), config.num_layers
     plain, moved = model.plain(ids), False
     streams = model.hooked(config, ids, HookSpec().capture("blocks.*.hook_resid_post"))
     for layer in sorted({0, layers // 2, layers - 1}):
         x = streams.at[HookPoint.resid_post(layer)]
         push = Add(noise(x.shape[2:], x))
+        # Noise added to the output of a layer, and then the same noise to the input of the next layer.
         after = model.hooked(config, ids, HookSpec().intervene(HookPoint.resid_post(layer), push)).logits
         moved |= not agree(after, plain)
         if layer + 1 == layers:
@@ -235,8 +239,8 @@ def _require_reached(model: Examined, config: BridgeConfig) -> None:
             )
     if not moved:
         raise NotBridged(
-            "expected the logits to depend on the outputs of the layers, found that changing them changes no "
-            "logit"
+            "expected noise added to the output of a layer to change the logits, found that the logits stay "
+            "the same for every layer that was tried"
         )
 
 

@@ -36,11 +36,11 @@ class Call:
     above: tuple[Call, ...]
     """Enclosing calls, outermost first."""
     taken: Mapping[Slot, Tensor]
-    """Copies of the states among its arguments."""
+    """Copies of the hidden states among the arguments, by place in the argument list."""
     ended: int = -1
     """Index of its end in the order of all starts and ends; -1 while it runs."""
     made: Mapping[Slot, Tensor] = field(default_factory=dict)
-    """Copies of the states among its results."""
+    """Copies of the hidden states among the results, by place in the results."""
 
 
 def tensors_in(values: Any) -> Iterator[tuple[Slot, Tensor]]:

@@ -116,7 +116,7 @@ def test_attention_that_looks_ahead_is_no_causal_language_model(saved, tmp_path)
     shutil.copytree(folder, tmp_path / "other")
     told = json.loads((folder / "config.json").read_text()) | {"model_type": "ultrabert"}
     (tmp_path / "other" / "config.json").write_text(json.dumps(told))
-    with pytest.raises(ConfigError, match=r"lists as a causal language model, found 'ultrabert'"):
+    with pytest.raises(ConfigError, match=r"to compare results with, found none for 'ultrabert'"):
         resolve(tmp_path / "other").architecture()
     with pytest.raises(
         ConfigError, match=r"neither the family 'ultrabert' .* details run: mizarr models inspect"
@@ -324,7 +324,7 @@ def test_a_number_nobody_reads_may_be_a_length(config):
 
 def test_a_window_beyond_the_check_is_refused_and_runs_when_trusted(saved):
     folder, _ = saved(WINDOWED, sliding_window=4096, max_position_embeddings=32768)
-    with pytest.raises(ConfigError, match="found sliding_window=4096, window 4096=4096 in"):
+    with pytest.raises(ConfigError, match="found sliding_window=4096, window 4096=4096 in a model"):
         resolve(folder).identity()
     assert resolve(folder, trust_layout=True).identity().forward.endswith("layout trusted")
 
