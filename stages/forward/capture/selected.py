@@ -23,7 +23,7 @@ class _RowRange(NamedTuple):
     """Index of the first one among the selected tokens of the batch."""
     row: int
     """Row of the first one in the segment buffer."""
-    count: int
+    n_rows: int
     """Number of rows."""
 
 
@@ -88,8 +88,8 @@ class SelectedRows:
             positions.append(selected[(selected >= piece.start) & (selected < piece.stop)])
             count = len(positions[-1])
             # The rows of this prompt follow those of the prompt before it: one copy for both.
-            if ranges and ranges[-1].row + ranges[-1].count == row:
-                ranges[-1] = ranges[-1]._replace(count=ranges[-1].count + count)
+            if ranges and ranges[-1].row + ranges[-1].n_rows == row:
+                ranges[-1] = ranges[-1]._replace(n_rows=ranges[-1].n_rows + count)
             else:
                 ranges.append(_RowRange(start, row, count))
             start += count
