@@ -57,7 +57,7 @@ class PatternRows:
     sizes: Array
     """Number of tokens of each prompt, int64 [prompt]."""
     ends: Array
-    """Index on the pair axis after the last key of each query, int64 [token]."""
+    """For each query, the end (exclusive) of its (query, key) pairs on the pair axis, int64 [token]."""
 
     @classmethod
     def of(cls, row_size: xr.DataArray, pattern: xr.DataArray, first_query: int) -> PatternRows:

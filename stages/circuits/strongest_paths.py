@@ -61,7 +61,7 @@ class StrongestPaths(PairExperiment):
     mlps: Literal["recomputed", "held"] = "recomputed"
     """Whether MLPs on a path are recomputed or held, as for `PathPatching`."""
     strongest: int = 4
-    """Number of heads to select, and of other sources."""
+    """Number of heads to select, and equal number of other sources (MLPs and the input)."""
     draws: int = 20
     """Number of random changes of each selected sender."""
     back: int = 0

@@ -271,7 +271,7 @@ def _labels_digest(store: Catalog, folder: str) -> str:
 
 
 def _put_notes(source: Catalog, target: Catalog, data: str) -> None:
-    """Copy the provenance notes and prompt labels in a folder."""
+    """Copy the provenance notes and prompt labels of the folder `data` from source to target."""
     for name in note_names(source.files, data):
         if (text := source.files.get(name)) is not None:
             target.files.put_new(name, text)

@@ -134,8 +134,8 @@ class IntegratedGradientsTrace(AttributedPairs):
         )
 
     def _removed(self, fact: xr.Dataset) -> tuple[float, Floats]:
-        """Log-probability in nats that replacing the token with the largest attribution loses, and that
-        replacing each other token loses, [token]."""
+        """Drop of the answer's log-probability, in nats, when the token with the largest attribution is
+        replaced, and when each other token is replaced, [token]."""
         # Signed, unlike the table: the claim is that the log-probability falls, not that it changes.
         most, lost = int(fact["attribution"].values.argmax()), values_of(fact["removed"])
         return float(lost[most]), np.delete(lost, most)

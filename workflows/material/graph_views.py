@@ -67,8 +67,8 @@ def graph_views(
         pruned,
         title="Direct effects of tokens, features and errors on the output",
         caption="Nodes: tokens, features, errors and logits. Lines: direct effects of one node on another. "
-        "The weight of an edge is the change of its target if its source were added once more: of a "
-        "feature's pre-activation, or of a logit minus the mean of all logits. Point at a node to see its "
+        "The weight of an edge is by how much the target (a feature's pre-activation, or a logit minus the "
+        "mean of all logits) would change if the source were added a second time. Point at a node to see its "
         "numbers and edges; click to pin it. The sliders prune like AttributionGraph.prune. Pins and groups "
         "are saved in the format of circuit-tracer's viewer.",
         sources=sources,

@@ -162,7 +162,8 @@ def _ablation(rnn: RnnWeights, x: Array, target: Array) -> Estimator:
 
 
 def _roles(rnn: RnnWeights, x: Array) -> Estimator:
-    """The explanation by interpretable functions of the input, from which final states are predicted."""
+    """Estimator that predicts the final state of each neuron from its role, the function of the input that
+    correlates most with it, by a line fitted on the inputs x."""
     states = np.maximum(rnn.states(x)[:, -1], 0.0)
     names, values = references(x)
     correlations = absolute_correlation(states, values)

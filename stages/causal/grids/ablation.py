@@ -54,7 +54,7 @@ class Ablation(Grid):
     per_position: bool = False
     """Whether means are taken position by position instead of over all positions of all references."""
     samples: int = 1
-    """Number of references that are drawn for "resample", the same for every place."""
+    """Number of reference prompts drawn for "resample"; all ablations take values of the same prompts."""
     seed: int = 0
     """Seed of the draw of references."""
 

@@ -273,7 +273,9 @@ class FeatureAttribution(PromptPairExperiment):
         )
 
     def runs(self, prepared: PairAttribution, cell: CellLabels) -> Sequence[Run]:
-        """Runs that patch each verified cell, then runs that add a random direction for each largest cell."""
+        """Runs that patch each verified cell; then, as controls of the cells with the largest estimates, runs
+        that add a random direction of the same norm in place of the patch."""
+        # Verified cells come with the largest estimates first; `count` of them get a control.
         verified, count = self._verified_cells(prepared)
         patches: list[tuple[Any, dict[int, Tensor]]] = [
             (number, prepared.written(number)) for number in verified

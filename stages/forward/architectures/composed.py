@@ -91,8 +91,8 @@ class LayerSpec:
     has_scalar: bool = False
     """Whether the layer finally multiplies the stream by a learned number (Gemma 4)."""
     cross: CrossAttentionSpec | None = None
-    """Cross-attention between mixers and channel mixer, in decoder layers of an encoder-decoder; None in
-    other layers."""
+    """Cross-attention, which runs after the mixers and before the channel mixer; only in decoder layers of an
+    encoder-decoder, None in other layers."""
     has_pre_norm: bool = False
     """Whether the stream is replaced by its norm as it enters the layer (layer 0 of RWKV)."""
 

@@ -123,7 +123,8 @@ class StateTaps(Protocol):
         ...
 
     def seen(self, before: Tensor, after: Tensor) -> None:
-        """Capture the states [batch, head, position, key, value] before and after their interventions.
+        """Capture recurrent states [batch, head, position, key, value], a matrix per head and position,
+        before and after their interventions.
 
         Arguments:
             before: states before their interventions.
@@ -275,7 +276,8 @@ class RunStateTaps:
         return x.squeeze(2)
 
     def seen(self, before: Tensor, after: Tensor) -> None:
-        """Capture the states [batch, head, position, key, value] before and after their interventions."""
+        """Capture recurrent states [batch, head, position, key, value], a matrix per head and position,
+        before and after their interventions."""
         taps, place = self._taps, self._place
         for captures, states in ((taps._before, before), (taps._after, after)):
             if place in captures:

@@ -45,7 +45,8 @@ class WatchedPlace:
     """One node, or one per position."""
 
     def gradient(self, parts: Sequence[Tensor | None]) -> Tensor:
-        """Combine the gradients at the nodes into one tensor.
+        """Gradient of the metric with respect to the activation: that of its node, or those of all positions
+        stacked on axis 2.
 
         Arguments:
             parts: gradient at each node; None, where the metric does not depend on it, becomes zeros.
