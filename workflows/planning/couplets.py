@@ -489,11 +489,11 @@ class CoupletPlanning(ModelWorkflow):
             *COLUMNS,
             strong=lambda record: record["is_beyond_chance"],
             title="Rhyme at the end of line 2, by positions patched in every layer",
-            caption="One row per set of positions whose states are replaced by those of the other couplet, in "
-            "every layer. Change: probability that line 2 ends on a rhyme of the other couplet, patched minus "
-            "unpatched, in percentage points (pp). Own rhyme: the same for a rhyme with the couplet's own "
-            "line 1. Controls: states of a couplet with a third rhyme, of one with the same rhyme, and random "
-            "changes. With all positions patched, the change is "
+            caption="One row per set of positions whose states are replaced by those of the other couplet, "
+            "in every layer. Change: probability that line 2 ends on a rhyme of the other couplet, patched "
+            "minus unpatched, in percentage points (pp). Own rhyme: the same for a rhyme with the couplet's "
+            "own line 1. Controls: states of a couplet with a third rhyme, of one with the same rhyme, and "
+            "random changes. With all positions patched, the change is "
             f"{self.total:+.1f} pp. p: the largest p-value of the three controls. Bold: beyond chance.",
             sources=tuple(self.nodes),
             json={"ways": records, "total": self.total},
