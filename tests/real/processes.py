@@ -24,12 +24,19 @@ PACKAGES = ("torch", "numpy", "zarr", "xarray")
 WALL = 20
 """Seconds by the clock that a process may take per second of its limit, on a machine with other work."""
 PROGRAM = """import resource, sys
-limit = int(sys.argv.pop(1))
+from pathlib import Path
+limit, peak = int(sys.argv.pop(1)), Path(sys.argv.pop(1))
 resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 from mizarr.workflows.cli import main
-main()
+try:
+    main()
+finally:
+    status = Path("/proc/self/status")
+    if status.exists():
+        peak.write_text(next(row for row in status.read_text().splitlines() if row.startswith("VmHWM")))
 """
-"""Code of a process. It sets its limit itself: a function between fork and exec is unsafe beside threads."""
+"""Code of a process. It sets its limit itself: a function between fork and exec is unsafe beside threads. On
+Linux it writes its peak memory down, as that of `wait4` begins at the peak of the process that forked it."""
 REFUSED = 2
 """Exit code of `mizarr` for a question that makes no sense for a model."""
 
@@ -63,9 +70,11 @@ def measured(words: Sequence[str], output: Path, log: Path, limit: int) -> Proce
     """
     for path in (output, log):
         path.parent.mkdir(parents=True, exist_ok=True)
+    own_peak = log.with_suffix(".peak")
+    own_peak.unlink(missing_ok=True)
     with output.open("wb") as out, log.open("wb") as err:
         process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(limit), *words],
+            [sys.executable, "-c", PROGRAM, str(limit), str(own_peak.absolute()), *words],
             stdout=out,
             stderr=err,
             env=os.environ | {"HF_HUB_OFFLINE": "1"},
@@ -90,6 +99,8 @@ def measured(words: Sequence[str], output: Path, log: Path, limit: int) -> Proce
     seconds = round(usage.ru_utime + usage.ru_stime, 1)
     # Kibibytes on Linux, bytes on macOS.
     peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    if own_peak.exists():
+        peak = 1024 * int(own_peak.read_text().split()[1])
     if is_late.is_set():
         return Process("stopped", seconds, peak, f"stopped after {WALL * limit} s by the clock")
     if process.returncode == -signal.SIGXCPU:

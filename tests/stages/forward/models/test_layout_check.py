@@ -316,7 +316,7 @@ def test_a_number_nobody_reads_may_be_a_length(config):
     )
     assert found == {"attention_chunk_size": 512, "deep.floor_scale": 8192}
     with pytest.raises(
-        layout_check.CannotCheck, match=rf"within {FARTHEST} tokens.* found deep.floor_scale=8192 in"
+        layout_check.CannotCheck, match=rf"up to {FARTHEST} tokens only.* found deep.floor_scale=8192 in"
     ):
         lengths_to_check(long, found)
     assert turning_points(_with(config, max_position_embeddings=512), {"floor_scale": 8192}) == {}
