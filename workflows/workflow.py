@@ -234,6 +234,8 @@ class Workflow:
     def header(self) -> dict[str, Any]:
         """First fields of every JSON document: question, settings, keys of the results, and time and memory
         of their computation."""
+        # A workflow without nodes, such as token_positions, has its answer at once.
+        has_run = bool(self._results) or not self.nodes
         return {
             "workflow": self.name,
             "question": self.question,
@@ -242,7 +244,7 @@ class Workflow:
             **({"caution": self.caution} if self.caution else {}),
             **({"trained_with_help": self.trained_with_help} if self.trained_with_help else {}),
             **({"knowledge": self.knowledge} if self.knowledge else {}),
-            **({"summary": summary} if self._results and (summary := self.summary) else {}),
+            **({"summary": summary} if has_run and (summary := self.summary) else {}),
             "provenance": {"mizarr": __version__, "keys": self._keys},
             "total_time_secs": round(self._seconds, 3),
             "peak_memory_bytes": self._memory,

@@ -33,11 +33,11 @@ PROMPT, OTHER, LONGER = (
 )
 PAIR = {"prompt": PROMPT, "corrupted": [OTHER], "answer": "French", "answer_piece": "first"}
 FEW_PAIRS = {"limit": 2, "others": 2}
-ATTENDS = r"expected a model that attends, found \w+ \(rwkv6\)"
+ATTENDS = r"expected a model with query-key attention, found \w+ \(rwkv6\)"
 MADE_FOR = "has features of layer 5, but rwkv6 has only layers 0 to 1; use the model it was trained on"
 KNOWS_NONE = "The model knows the answer of 0 of 2 pairs to choose on"
 NO_FILE = r"weights of an AlgZoo network, in a file that ends in \.safetensors or \.pth, found a folder"
-NO_DICTIONARY = "expected a dictionary for .*rwkv6, found none"
+NO_DICTIONARY = "expected a dictionary of features for .*rwkv6, found none"
 ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "logit_lens": ({"prompts": [PROMPT]}, ""),
     "logit_attribution": ({"limit": 2}, ""),
@@ -132,11 +132,16 @@ def test_rwkv_4_shows_no_weights_and_is_refused(name, tmp_path):
         build(name, model=str(model))
 
 
-@pytest.mark.parametrize("name", ["rwkv_inference", "state_patching"])
-def test_a_model_without_a_state_is_refused_in_one_line(name):
-    with pytest.raises(
-        ConfigError, match=r"recurrent model .*, found specimen \(llama\); name another: model="
-    ):
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        ("rwkv_inference", r"an RWKV model with matrix-valued states \(RWKV-5 to 7\)"),
+        ("state_patching", "a recurrent model with a state in every layer"),
+    ],
+)
+def test_a_model_without_a_state_is_refused_in_one_line(name, needed):
+    refusal = rf"expected {needed}, found specimen \(llama\); name another model: model="
+    with pytest.raises(ConfigError, match=refusal):
         build(name, model="specimen")
 
 
@@ -249,7 +254,7 @@ def test_a_state_that_carries_the_subject_brings_the_answer_back(remembering, tm
     found, quiet = done.to_json()["findings"]
     assert found["verdict"] == "beyond chance" and quiet["verdict"] == "no more than chance"
     assert found["effect"] == pytest.approx(100, abs=0.1)
-    assert found["claim"].startswith("patching in the clean state of layer 0 at the subject's last token")
+    assert found["claim"].startswith("patching the clean state of layer 0 at the subject's last token into")
     (pair,) = done.to_json()["results"]
     grid, last = np.array(pair["grid"]), pair["subject_last_pos"]
     assert grid[0, last:-1] == pytest.approx(100, abs=0.1), "the state goes on from there"

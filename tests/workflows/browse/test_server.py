@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -94,7 +95,7 @@ def test_pages_are_served_with_headers_that_confine_them(before, served, made):
         assert headers["content-security-policy"].startswith("default-src 'none'")
         assert headers["x-content-type-options"] == "nosniff"
         assert "<script>" not in text, "scripts come from files alone"
-    assert "69 found in 73 prompts" in text or "69 found in 70 prompts" in text
+    assert re.search("69 of the 7[03] searched prompts in", text)
     status, headers, text = served.asked(f"/{served.word}/live.json")
     assert (status, json.loads(text)) == (200, {"progress": []})
 
