@@ -292,6 +292,12 @@ def measured_on(subjects: Sequence[Subject]) -> str:
     lines += [f"* Machine: {literal(machine)}." for machine in machines]
     lines += [f"* Versions: {literal(version)}." for version in versions]
     lines.append(f"* All processes together: {total / 60:.0f} minutes of processor time.")
+    n_sources = len({record.sources for record in records})
+    if n_sources > 1:
+        lines.append(
+            f"* The answers come from {n_sources} states of mizarr's sources; `make real` asks again what an "
+            "older state answered."
+        )
     return "## Models, machine, versions\n\n" + "\n".join(lines) + "\n\n"
 
 
