@@ -374,7 +374,7 @@ def load_reference(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
-    return model.eval()
+    return model.eval()  # type: ignore[no-untyped-call]
 
 
 PEERS: dict[str, Callable[[Path], Any]] = {"TransformerLens": TransformerLens, "nnsight": Nnsight.load}
