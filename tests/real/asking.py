@@ -66,7 +66,7 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> Record | None:
-        """The record of a file; None if there is none."""
+        """Record read from a file; None without a file."""
         if not path.exists():
             return None
         fields = json.loads(path.read_text("utf-8"))
@@ -106,7 +106,7 @@ class Asked:
         return self.folder / kind / self.name / f"{workflow}{ending}"
 
     def record(self, workflow: str) -> Record | None:
-        """What became of a workflow; None if it was not asked."""
+        """Record of the processes that asked a workflow; None before the first."""
         return Record.read(self.path("records", workflow, ".json"))
 
     def answer(self, workflow: str) -> dict[str, Any]:

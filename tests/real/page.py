@@ -104,7 +104,7 @@ class Subject:
     """The model, and the folder of its records and answers."""
 
     def record(self, workflow: str) -> Record | None:
-        """What became of a workflow; None if it was not asked."""
+        """Record of the processes that asked a workflow; None before the first."""
         return self.asked.record(workflow)
 
     def answer(self, workflow: str) -> dict[str, Any] | None:

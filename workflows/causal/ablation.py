@@ -29,7 +29,6 @@ import numpy as np
 from ...stages.causal.draws import AtOnce
 from ...stages.causal.grids.ablation import Ablation
 from ...stages.causal.grids.patching_metrics import KL, Metric, Probability
-from ...stages.forward.runs.duration import PassWork
 from ...stages.logits.lens import format_probability, format_text
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
@@ -39,7 +38,7 @@ from ..material.answers import answer_pieces, encoded, target_json
 from ..material.facts.fact_data import Fact, default_data, enough, facts_of, shown_fact
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import in_every_layer
-from ..material.sizes import FEWEST_FACTS, affordable
+from ..material.sizes import FEWEST_FACTS, affordable, intervention_operations
 from ..material.unrelated import Unrelated
 from ..settings import Count, DataSettings, FactSettings, Natural, setting
 from ..subject import shipped_facts
@@ -203,8 +202,7 @@ class AblationOfEach(KnownWorkflow):
     def _affordable_facts(self, length: int) -> int:
         """Number of facts to choose on by default, for prompts of about `length` tokens."""
         config, n_units = self.subject.config, self.subject.config.axis_sizes[self.unit]
-        # An ablation computes on average the half of the layers above it, and the logits of one position.
-        one_run = PassWork(length * config.num_layers / 2, logit_rows=1).operations(config)
+        one_run = intervention_operations(config, length)
         # As many facts are scored as are chosen on.
         return affordable(2 * one_run * config.num_layers * n_units, FACTS, least=FEWEST_FACTS)
 

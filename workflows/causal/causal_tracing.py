@@ -34,7 +34,6 @@ from ...stages.causal.grids.patching_grid import HIDDEN_KINDS
 from ...stages.causal.grids.patching_metrics import Probability, Rank
 from ...stages.causal.grids.tracing import CausalTracing
 from ...stages.corpus.positions import phrase_tokens
-from ...stages.forward.runs.duration import PassWork
 from ...stages.logits.lens import format_probability, format_text
 from ..claim import CandidateEffects, Claim
 from ..labelled import largest, values_of
@@ -43,7 +42,7 @@ from ..material.facts.fact_data import default_data, enough
 from ..material.facts.fact_pairs import pair_records
 from ..material.facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from ..material.places import NAMES, USUAL, check_kinds, in_every_layer
-from ..material.sizes import FEWEST_FACTS, affordable
+from ..material.sizes import FEWEST_FACTS, affordable, intervention_operations
 from ..settings import DataSettings, FactSettings, Natural, Positive, require_together, setting
 from ..views import Data, Heatmap, Table, View, together
 from ..workflow import Nodes
@@ -164,8 +163,8 @@ class CausalTrace(KnownWorkflow):
         """Samples of noise in the prompt shown, facts to choose on, and samples in each fact: the settings,
         or by default as many as the model's size allows (material/sizes.py)."""
         settings, config, length = self.settings, self.subject.config, len(self.tokens)
-        # A run restores one position in one layer, and computes on average the half of the layers above it.
-        one_run = PassWork(length * config.num_layers / 2).operations(config)
+        # A run restores one position in one layer.
+        one_run = intervention_operations(config, length, logit_rows=0)
         runs_per_position = len(self.kinds) * config.num_layers
         samples = settings.samples or affordable(one_run * runs_per_position * length, SAMPLES, least=2)
         # As many facts are scored as are chosen on.

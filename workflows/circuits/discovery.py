@@ -31,11 +31,10 @@ from ...stages.circuits.experiment import EdgeExperiment, one_length
 from ...stages.circuits.scores import EdgeEffects, EdgeScores
 from ...stages.circuits.selected import SelectedCircuits
 from ...stages.forward.models.files import SHIPPED
-from ...stages.forward.runs.duration import PassWork
 from ...store.errors import ConfigError
 from ..claim import Claim
 from ..labelled import labelled
-from ..material.sizes import affordable
+from ..material.sizes import affordable, intervention_operations
 from ..settings import CircuitSettings, Count, Natural, setting
 from ..views import CircuitDrawing, Data, Figure, Heatmap, Table, View
 from ..workflow import Nodes
@@ -138,8 +137,7 @@ class CircuitDiscovery(CircuitWorkflow):
         if settings.effects is not None or self.subject.files.name in SHIPPED:
             return not settings.by_position if settings.effects is None else settings.effects
         lengths = [len(pair.clean) for chosen_on, _ in self.pairs.values() for pair in chosen_on]
-        # A run computes on average the half of the layers that is above the edge.
-        one_run = PassWork(float(np.mean(lengths)) * config.num_layers / 2, logit_rows=1).operations(config)
+        one_run = intervention_operations(config, float(np.mean(lengths)))
         n_runs = self.num_edges * len(lengths)
         return not settings.by_position and affordable(one_run * n_runs, 1, least=0) > 0
 

@@ -28,14 +28,13 @@ from ...stages.circuits.evaluation import areas, faithfulness
 from ...stages.circuits.experiment import EdgeExperiment
 from ...stages.circuits.pairs import Alternative
 from ...stages.circuits.selected import SelectedCircuits
-from ...stages.forward.runs.duration import PassWork
 from ...store.errors import ConfigError
 from ..claim import Claim
 from ..material.sizes import affordable
 from ..settings import CircuitSettings, Count, Share, setting
 from ..views import Data, Figure, Line, Lines, Table, View
 from ..workflow import Nodes
-from .tasks import CIRCUIT_RUN, FORWARD_AND_BACKWARD, NAMES, PAIRS, PROMPT_LENGTH, CircuitWorkflow
+from .tasks import CIRCUIT_RUN, FORWARD_AND_BACKWARD, NAMES, PAIRS, CircuitWorkflow
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -122,14 +121,8 @@ class CircuitEvaluation(CircuitWorkflow):
         """Sizes of circuits as shares of all edges: the setting, or by default SHARES or, where their random
         circuits are not affordable (material/sizes.py), FEW_SHARES."""
         n_runs = len(self.tasks) * len(SHARES) * (1 + self.settings.controls) * PAIRS
-        is_small = affordable(self._one_run * n_runs, 1, least=0) > 0
+        is_small = affordable(CIRCUIT_RUN * self.pass_operations * n_runs, 1, least=0) > 0
         return self.settings.shares or (SHARES if is_small else FEW_SHARES)
-
-    @property
-    def _one_run(self) -> float:
-        """Floating-point operations of one circuit on one pair."""
-        config = self.subject.config
-        return CIRCUIT_RUN * PassWork(PROMPT_LENGTH * config.num_layers, logit_rows=1).operations(config)
 
     @cached_property
     def minimal_size(self) -> int:
@@ -137,7 +130,7 @@ class CircuitEvaluation(CircuitWorkflow):
         all edges, limited by the cost of the model; at least 1."""
         if self.settings.share is not None:
             return max(1, self._edges(self.settings.share))
-        per_edge = len(self.tasks) * self.n_pairs * self._one_run
+        per_edge = len(self.tasks) * self.n_pairs * CIRCUIT_RUN * self.pass_operations
         return affordable(per_edge, max(1, self._edges(MINIMAL_SHARE)), least=20)
 
     @property

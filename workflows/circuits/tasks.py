@@ -111,11 +111,15 @@ class TaskWorkflow(ModelWorkflow):
         raise NotImplementedError
 
     @property
+    def pass_operations(self) -> float:
+        """Floating-point operations of one forward pass of a prompt, about."""
+        config = self.subject.config
+        return PassWork(PROMPT_LENGTH * config.num_layers, logit_rows=1).operations(config)
+
+    @property
     def operations_per_pair(self) -> float:
         """Floating-point operations of one pair to choose on and one held-out pair, in all tasks, about."""
-        config = self.subject.config
-        one_pass = PassWork(PROMPT_LENGTH * config.num_layers, logit_rows=1).operations(config)
-        return len(self.tasks) * self.passes_per_pair * one_pass
+        return len(self.tasks) * self.passes_per_pair * self.pass_operations
 
     @cached_property
     def n_pairs(self) -> int:

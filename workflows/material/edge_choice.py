@@ -32,7 +32,6 @@ from ...stages.causal.grids.patching import common_ends
 from ...stages.causal.knockout import EdgeKnockout
 from ...stages.corpus.positions import position_of
 from ...stages.forward.hooks.edges import KnockoutSpec
-from ...stages.forward.runs.duration import PassWork
 from ...stages.logits.lens import format_probability, format_token
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
@@ -45,7 +44,7 @@ from .answers import answer_pieces, encoded, top_changed_json
 from .facts.fact_data import default_data, enough, facts_of, shown_fact
 from .facts.known import CHOSEN_ON, SCORED, KnownWorkflow
 from .relations import relation_of
-from .sizes import FEWEST_FACTS, affordable
+from .sizes import FEWEST_FACTS, affordable, intervention_operations
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -207,8 +206,7 @@ class PlaceWorkflow(KnownWorkflow):
     def _affordable_facts(self) -> int:
         """Number of facts to choose on by default (material/sizes.py)."""
         config = self.subject.config
-        # A run computes on average the half of the layers that is above the edge.
-        one_run = PassWork(len(self.encoding) * config.num_layers / 2, logit_rows=1).operations(config)
+        one_run = intervention_operations(config, len(self.encoding))
         runs_per_fact = config.num_layers * (len(ROLES) + self.num_drawn)
         # As many facts are scored as are chosen on.
         return affordable(2 * one_run * runs_per_fact, FACTS, least=FEWEST_FACTS)

@@ -22,6 +22,7 @@ __all__ = [
     "OPERATIONS",
     "affordable",
     "affordable_characters",
+    "intervention_operations",
 ]
 
 OPERATIONS = 1.2e12
@@ -50,6 +51,18 @@ def affordable(operations: float, most: int, *, least: int = 8) -> int:
         `most`, or as many as OPERATIONS allow.
     """
     return min(most, max(least, int(OPERATIONS / operations)))
+
+
+def intervention_operations(config: Architecture, n_tokens: float, *, logit_rows: float = 1) -> float:
+    """Floating-point operations of a run with an intervention in one layer, mean over layers: only the layers
+    above are computed, on average half of them.
+
+    Arguments:
+        config: architecture of the model.
+        n_tokens: length of the prompt.
+        logit_rows: number of positions whose logits are computed.
+    """
+    return PassWork(n_tokens * config.num_layers / 2, logit_rows=logit_rows).operations(config)
 
 
 def affordable_characters(config: Architecture, most: int, *, times: int = 1) -> int:
