@@ -10,7 +10,8 @@ matrices: about sqrt(r / h) for rank r in a stream of width h, more where few si
 each pair is compared with the same head writing into random directions (random_heads.py).
 
 Norms are computed from triangular factors (R of QR), so that a pair costs one product [d_head, hidden,
-d_head]. With rope, QK is that of distance 0, as is usually reported.
+d_head]; reading heads that share keys and values (grouped-query attention) cost one for their group. With
+rope, QK is that of distance 0, as is usually reported.
 
 Axes: mode (Q, K, V), source_layer, source_head (writes), layer, head (reads), draw.
 """
@@ -18,7 +19,8 @@ Axes: mode (Q, K, V), source_layer, source_head (writes), layer, head (reads), d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -80,8 +82,8 @@ def composition_scores(
         )
     layers = attending(weights.config)
     heads = heads_in(weights.config, layers[0]).num_attention_heads
-    reads = [_reading_factors(weights, layer, modes) for layer in layers]
-    reads_32 = [layer_reads.astype(np.float32) for layer_reads in reads]
+    reads = [_readings(weights, layer, modes) for layer in layers]
+    reads_32 = [[readings.astype(np.float32) for readings in layer_reads] for layer_reads in reads]
     shape = (len(modes), len(layers), heads, len(layers), heads)
     score, control_sums, n_as_large = np.full(shape, np.nan), np.zeros(shape), np.zeros(shape)
     largest = np.full((len(modes), controls), np.nan)
@@ -119,72 +121,110 @@ def composition_scores(
     )
 
 
-def _reading_factors(weights: Matrices, layer: int, modes: Sequence[str]) -> Floats:
-    """For each mode and head, a matrix [hidden, d_head] that replaces the circuit [hidden, hidden] with which
-    the head reads, scaled to norm 1.
+@dataclass(frozen=True)
+class _Readings:
+    """The circuits with which the heads of a layer read in one mode, as far as Frobenius norms depend on
+    them.
 
-    A product with this matrix has the same Frobenius norm as the product with the circuit: a circuit A B^T
-    with B = Q R is replaced by A R^T, as Q is orthonormal.
+    A circuit A B^T with B = Q R is replaced by A R^T, as Q is orthonormal. Heads with grouped keys and values
+    (Ainslie et al. 2023) share A, so that products with A are computed once per group.
+    """
+
+    shared: Array
+    """A of each group, or A R^T if no heads share A, [group, hidden, d_head]."""
+    grams: Array | None
+    """R^T R of each head, divided by the squared norm of its circuit, [group, head of the group, d_head *
+    d_head]; None if R is part of `shared`, whose circuits then have norm 1."""
+
+    @classmethod
+    def of(cls, read: Array, other: Array) -> _Readings:
+        """Circuits read @ other^T of the heads of a layer.
+
+        Arguments:
+            read: [head, hidden, d_head].
+            other: [head, hidden, d_head].
+        """
+        triangles = _triangles(other)
+        sizes = (size for size in range(len(read), 1, -1) if len(read) % size == 0)
+        size = next((size for size in sizes if _is_shared(read, size)), 1)
+        joined = read @ np.swapaxes(triangles, 1, 2)
+        norms = _norms(joined)
+        # A head of zeros has norm 0 and its scores are NaN, as their quotient is not defined.
+        with np.errstate(invalid="ignore", divide="ignore"):
+            if size == 1:
+                return cls(joined / norms[:, None, None], None)
+            grams = np.swapaxes(triangles, 1, 2) @ triangles / norms[:, None, None] ** 2
+        return cls(read[::size], grams.reshape(len(read) // size, size, -1))
+
+    def squared_norms(self, flat: Array, heads: int) -> Array:
+        """Squared Frobenius norms of the products of written matrices with these circuits, [source head,
+        head].
+
+        Arguments:
+            flat: matrices of the source heads below each other, [source head * row, hidden].
+            heads: number of source heads.
+        """
+        groups, hidden, size = self.shared.shape
+        # One product of all source heads with all groups: one BLAS call, not heads^2 calls.
+        products = flat @ np.moveaxis(self.shared, 1, 0).reshape(hidden, -1)
+        if self.grams is None:
+            products = products.reshape(heads, -1, groups, size)
+            # By einsum along the last, contiguous axis: `square` and `sum` take as long as the product.
+            return np.asarray(np.einsum("...i,...i->...", products, products).sum(axis=1))
+        products = np.moveaxis(products.reshape(heads, -1, groups, size), 2, 1)
+        # |P R^T|^2 is the inner product of P^T P and R^T R.
+        inner = np.swapaxes(products, 2, 3) @ products
+        by_group = np.moveaxis(inner.reshape(heads, groups, -1), 1, 0) @ np.swapaxes(self.grams, 1, 2)
+        return np.asarray(np.moveaxis(by_group, 0, 1).reshape(heads, -1))
+
+    def astype(self, dtype: Any) -> _Readings:
+        """The same circuits in another floating-point dtype."""
+        return _Readings(self.shared.astype(dtype), None if self.grams is None else self.grams.astype(dtype))
+
+
+def _is_shared(matrices: Array, size: int) -> bool:
+    """Whether each `size` consecutive matrices are equal, [head, row, column]."""
+    grouped = matrices.reshape(-1, size, *matrices.shape[1:])
+    return bool((grouped == grouped[:, :1]).all())
+
+
+def _readings(weights: Matrices, layer: int, modes: Sequence[str]) -> list[_Readings]:
+    """For each mode, the circuits with which the heads of a layer read, float64.
 
     Arguments:
         weights: matrices of the model.
         layer: layer of the reading heads.
         modes: modes of composition.
-
-    Returns:
-        float64 [mode, head, hidden, d_head].
     """
     heads = range(heads_in(weights.config, layer).num_attention_heads)
-    by_mode: dict[str, Floats] = {}
+    by_mode: dict[str, _Readings] = {}
     if {"Q", "K"} & set(modes):
         pairs = [key_queries(weights, layer, head) for head in heads]
         queries, keys = (np.stack(matrices).astype(np.float64) for matrices in zip(*pairs, strict=True))
-        by_mode |= {"Q": _joined(queries, keys), "K": _joined(keys, queries)}
+        by_mode |= {"Q": _Readings.of(queries, keys), "K": _Readings.of(keys, queries)}
     if "V" in modes:
-        by_mode["V"] = _joined(_values(weights, layer), np.swapaxes(_outputs(weights, layer), 1, 2))
-    stacked = np.stack([by_mode[mode] for mode in modes])
-    # A head of zeros has norm 0 and its scores are NaN, as their quotient is not defined.
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return stacked / _norms(stacked)[..., None, None]
+        by_mode["V"] = _Readings.of(_values(weights, layer), np.swapaxes(_outputs(weights, layer), 1, 2))
+    return [by_mode[mode] for mode in modes]
 
 
-def _joined(read: Array, other: Array) -> Floats:
-    """Matrices [head, hidden, d_head] with the same Frobenius norms as the products read @ other^T.
-
-    Arguments:
-        read: [head, hidden, d_head].
-        other: [head, hidden, d_head].
-    """
-    # other = Q R with orthonormal Q, which changes no norm: |read other^T| = |read R^T|.
-    joined: Floats = read @ np.swapaxes(_triangles(other), 1, 2)
-    return joined
-
-
-def _scores(written: Array, reads: Sequence[Array], modes: int) -> Floats:
+def _scores(written: Array, reads: Sequence[Sequence[_Readings]], modes: int) -> Floats:
     """Composition scores of the heads of one layer with those of later layers, [mode, source head, layer,
     head]: the Frobenius norm of the product of OV circuit and reading circuit, divided by both norms.
 
     Arguments:
         written: matrix with the norms of each source head's OV circuit, [source head, d_head, hidden]: R of
             the QR decomposition of its value matrix, times its output matrix.
-        reads: for each later layer the result of `_reading_factors`, [mode, head, hidden, d_head].
+        reads: for each later layer the circuits of each mode.
         modes: number of modes of composition (Q, K, V).
     """
     heads, size, hidden = written.shape
-    if not reads:
-        return np.empty((modes, heads, 0, heads))
     flat = written.reshape(-1, hidden)
     with np.errstate(invalid="ignore", divide="ignore"):
         flat = flat / np.repeat(_norms(written), size)[:, None]
-    scores = np.empty((modes, heads, len(reads), reads[0].shape[1]))
+    scores = np.empty((modes, heads, len(reads), heads))
     for j, layer_reads in enumerate(reads):
-        # One product of all writing heads with all reading heads of a layer: one BLAS call, not heads^2
-        # calls.
-        products = flat @ np.moveaxis(layer_reads, 2, 0).reshape(hidden, -1)
-        products = products.reshape(heads, size, modes, layer_reads.shape[1], -1)
-        # By einsum along the last, contiguous axis: `square` and `sum` take as long as the product itself.
-        squares = np.einsum("...i,...i->...", products, products).sum(axis=1)
-        scores[:, :, j] = np.sqrt(squares).swapaxes(0, 1)
+        for mode, readings in enumerate(layer_reads):
+            scores[mode, :, j] = np.sqrt(readings.squared_norms(flat, heads))
     return scores
 
 

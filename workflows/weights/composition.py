@@ -100,15 +100,17 @@ class Composition(ModelWorkflow):
         if self.settings.controls is not None:
             return self.settings.controls
         config = self.subject.config
-        # Columns of a layer's matrices: d_head per query head. Shared key and value heads count once per
-        # query head, because every pair of heads is multiplied.
-        columns = [
-            heads_in(config, layer).num_attention_heads * heads_in(config, layer).head_dim
-            for layer in attending(config)
-        ]
-        # Products of what each layer writes with what each later layer reads.
-        n_products = (sum(columns) ** 2 - sum(width**2 for width in columns)) / 2
-        one_draw = 2.0 * len(self.modes) * config.hidden_size * n_products
+        heads = [heads_in(config, layer) for layer in attending(config)]
+        # Products of what each layer writes with the columns that each later layer reads. Reading heads that
+        # share keys and values share these columns in K and V.
+        n_products = 0
+        for i, writer in enumerate(heads):
+            for reader in heads[i + 1 :]:
+                n_read = sum(
+                    reader.num_attention_heads if mode == "Q" else reader.num_kv_heads for mode in self.modes
+                )
+                n_products += writer.num_attention_heads * writer.head_dim * n_read * reader.head_dim
+        one_draw = 2.0 * config.hidden_size * n_products
         return affordable(one_draw, CONTROLS, least=FEWEST_CONTROLS)
 
     def best(self, mode: str) -> list[dict[str, Any]]:
