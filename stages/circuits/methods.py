@@ -96,12 +96,18 @@ def edge_scores(
             by_source = shares.T if by_position else shares.mean(-1)
             scores[..., : len(shares), columns] = by_source[..., None]
         return scores, nodes
-    change = batch.change
+    # Sources before pairs, so that those that a destination reads are one block of memory: an einsum of the
+    # original axes copies them in each of the hundreds of products.
+    change = batch.change.permute((2, 1, 0, 3) if by_position else (1, 0, 2, 3)).contiguous()
     for point in _gradient_points(network, layout, batch, method, steps):
         for columns, gradient in cotangents(network, layout, point.streams, of_logits, point.held):
             # Destinations of one slice read the same sources: the first `count`.
             count = int(layout.read[columns][0])
-            estimate = _product(change[:, :count], gradient, by_position=by_position).double().cpu()
+            if by_position:
+                rows, columns_read = change[:, :count].flatten(2), gradient.permute(2, 0, 3, 1).flatten(1, 2)
+            else:
+                rows, columns_read = change[:count].flatten(1), gradient.permute(0, 2, 3, 1).flatten(0, 2)
+            estimate = (rows @ columns_read).double().cpu()
             # A node's score is the sum over all edges that leave it, hence the sum over columns.
             nodes[:count] += point.node_weight * estimate.sum(-1).reshape(-1, count).sum(0)
             if not (point.skips_first_heads and columns == layout.inputs(0)):
@@ -197,17 +203,3 @@ def _shares(layout: Layout, batch: PairBatch) -> Iterator[tuple[slice, Tensor]]:
         # Normalised per destination: shares of all sources add up to 1.
         shares = proximity / proximity.sum(1, keepdim=True)
         yield columns, shares.sum(0).cpu()
-
-
-def _product(change: Tensor, gradient: Tensor, *, by_position: bool) -> Tensor:
-    """Inner product over hidden of changes and gradients, summed over pairs.
-
-    Arguments:
-        change: Changes of the sources' outputs [B, source, S, D].
-        gradient: Gradients at the destinations' inputs [B, column, S, D].
-        by_position: Whether positions are kept apart instead of summed.
-
-    Returns:
-        [source, column], or [position, source, column] if `by_position`.
-    """
-    return torch.einsum(f"bspd,bcpd->{'p' if by_position else ''}sc", change, gradient)

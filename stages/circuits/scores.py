@@ -41,8 +41,10 @@ AXES = ("source", "destination")
 """Axes of arrays with one value per edge."""
 # A workflow stores the scores, and several experiments select circuits by them: computed once in a process.
 # Weak: scores go when their model does. Nothing is published for a model whose weights changed meanwhile.
-_LAST: WeakKeyDictionary[Model, tuple[str, xr.Dataset]] = WeakKeyDictionary()
-"""The last scores computed with a loaded model, after the digest of their parameters."""
+_RECENT: WeakKeyDictionary[Model, dict[str, xr.Dataset]] = WeakKeyDictionary()
+"""The last MOST_RECENT scores computed with a loaded model, by the digest of their parameters."""
+MOST_RECENT = 4
+"""Largest number of scores kept: one for each task of a workflow, whose stages may run in any order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,11 +114,12 @@ class EdgeScores(EdgeExperiment):
     def dataset(self, prepared: Model, cell: CellLabels, measured: Sequence[Any]) -> xr.Dataset:
         """score [source, destination], by position with a first axis position, and node_score [source]."""
         request = digest(self.name, self.params())
-        earlier_request, scores = _LAST.get(prepared, ("", None))
-        if scores is None or request != earlier_request:
-            scores = self._computed(prepared)
-            _LAST[prepared] = request, scores
-        return scores.copy(deep=True)
+        recent = _RECENT.setdefault(prepared, {})
+        if request not in recent:
+            recent[request] = self._computed(prepared)
+            for oldest in list(recent)[:-MOST_RECENT]:
+                del recent[oldest]
+        return recent[request].copy(deep=True)
 
     def _computed(self, model: Model) -> xr.Dataset:
         """Scores of all pairs, computed batch by batch."""

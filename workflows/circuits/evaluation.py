@@ -45,7 +45,7 @@ __all__ = ["CircuitEvaluation", "CircuitEvaluationSettings"]
 
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """Default sizes of circuits, as shares of all edges: those of the Mechanistic Interpretability Benchmark."""
-FEW_SHARES = (0.005, 0.02, 0.1, 0.5)
+FEW_SHARES = (0.005, 0.05, 0.5)
 """Default sizes for a large model."""
 MINIMAL_SHARE = 0.02
 """Largest default size of the circuit in minimality runs, as a share of all edges."""
@@ -72,8 +72,8 @@ class CircuitEvaluationSettings(CircuitSettings):
     )
     shares: tuple[Share, ...] = setting(
         (),
-        "sizes of circuits as shares of all edges, ascending; none: ten from 0.001 to 1, or four for a large "
-        "model",
+        "sizes of circuits as shares of all edges, ascending; none: ten from 0.001 to 1, or three for a "
+        "large model",
     )
     share: Share | None = setting(
         None,
