@@ -294,8 +294,9 @@ class TaskSettings(DataSettings, ModelSettings):
 
     tasks: tuple[str, ...] = setting(
         (),
-        "facts (the shipped ones), copying, induction, agreement, ioi, greater_than, pronouns, docstrings; "
-        "none: copying and facts for a model that ships with mizarr, ioi and others for other models",
+        "facts (the shipped ones), copying, induction, agreement, sentiment, ioi, greater_than, pronouns, "
+        "docstrings; none: copying and facts for a model that ships with mizarr, ioi and others for other "
+        "models",
     )
     pairs: Natural = setting(
         0,

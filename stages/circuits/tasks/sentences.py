@@ -1,4 +1,4 @@
-"""Tasks in sentences: indirect objects, pronouns, subject-verb agreement, arguments of a docstring.
+"""Tasks in sentences: indirect objects, pronouns, agreement, sentiment, arguments of a docstring.
 
 Border: texts; drafts.py checks them with a tokenizer.
 """
@@ -12,12 +12,12 @@ import numpy as np
 
 from ..pairs import Pair
 from .drafts import Draft, drawn, single, usable
-from .words import FEMALE, IDENTIFIERS, MALE, NOUNS, PLACES, THINGS
+from .words import FEMALE, IDENTIFIERS, MALE, NOUNS, PLACES, PRAISE, REVIEWED, THINGS
 
 if TYPE_CHECKING:
     from ...forward.text.tokens import Tokenizer
 
-__all__ = ["agreement", "docstrings", "indirect_objects", "pronouns"]
+__all__ = ["agreement", "docstrings", "indirect_objects", "pronouns", "sentiment"]
 
 
 def indirect_objects(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
@@ -111,6 +111,36 @@ def agreement(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
             yield Draft(*(f"The {noun} {phrase}" for noun in subject[::order]), *verb[::order])
 
     return drawn("agreement", tokenizer, drafts(), count)
+
+
+def sentiment(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:
+    """Pairs of the task sentiment: the answer is the adjective, "great" or "terrible", that sums up a review.
+
+    In the corrupted prompt the review is of the other sentiment (Tigges et al. 2023, "Linear Representations
+    of Sentiment in Large Language Models").
+
+    Arguments:
+        tokenizer: The model's tokenizer.
+        count: Number of pairs.
+        seed: Seed of the draw.
+    """
+    # Both sides must be one token, so that reviews of either sentiment align.
+    adjectives = [pair for pair in PRAISE if all(single(tokenizer, f" {word}") for word in pair)]
+    usable("sentiment", "adjectives of praise", tokenizer, [pair[0] for pair in adjectives] or ["-"], 3)
+    rng = np.random.default_rng(seed)
+    verbs, answers = ("loved", "hated"), (" great", " terrible")
+
+    def drafts() -> Iterator[Draft]:
+        while True:
+            adjective, subject = adjectives[int(rng.integers(len(adjectives)))], rng.choice(REVIEWED)
+            order = 1 if rng.random() < 0.5 else -1
+            reviews = (
+                f"I thought this {subject} was {word}, I {verb} it. In conclusion, this {subject} is"
+                for word, verb in zip(adjective, verbs, strict=True)
+            )
+            yield Draft(*tuple(reviews)[::order], *answers[::order])
+
+    return drawn("sentiment", tokenizer, drafts(), count)
 
 
 def docstrings(tokenizer: Tokenizer, count: int, seed: int) -> list[Pair]:

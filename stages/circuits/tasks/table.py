@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ....store.errors import ConfigError, nearest
 from ..pairs import Pair
 from .repeats import copying, induction
-from .sentences import agreement, docstrings, indirect_objects, pronouns
+from .sentences import agreement, docstrings, indirect_objects, pronouns, sentiment
 from .years import later_years
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ TASKS: dict[str, Task] = {
     "pronouns": pronouns,
     "docstrings": docstrings,
     "agreement": agreement,
+    "sentiment": sentiment,
     "induction": induction,
     "copying": copying,
 }

@@ -5,7 +5,7 @@ Border: plain data.
 
 from __future__ import annotations
 
-__all__ = ["FEMALE", "IDENTIFIERS", "MALE", "NOUNS", "PLACES", "SPANS", "THINGS"]
+__all__ = ["FEMALE", "IDENTIFIERS", "MALE", "NOUNS", "PLACES", "PRAISE", "REVIEWED", "SPANS", "THINGS"]
 
 
 def _split(words: str) -> tuple[str, ...]:
@@ -32,6 +32,15 @@ NOUNS = tuple(
     )
 )
 """Nouns as (singular, plural)."""
+PRAISE = tuple(
+    tuple(pair.split("/"))
+    for pair in _split(
+        "great/terrible wonderful/horrible amazing/awful excellent/bad fantastic/poor beautiful/ugly "
+        "perfect/broken nice/boring lovely/stupid brilliant/weak"
+    )
+)
+"""Adjectives as (positive, negative)."""
+REVIEWED = ("movie", "book", "show", "story", "song", "game", "play", "film")
 SPANS = ("war", "reign", "siege", "voyage", "project", "trial", "strike", "study", "tour", "conflict")
 IDENTIFIERS = _split(
     "load size file last name path list line text data port host user key index width height count value "

@@ -9,7 +9,17 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from mizarr.stages.circuits.tasks.table import TASKS, task_pairs
-from mizarr.stages.circuits.tasks.words import FEMALE, IDENTIFIERS, MALE, NOUNS, PLACES, SPANS, THINGS
+from mizarr.stages.circuits.tasks.words import (
+    FEMALE,
+    IDENTIFIERS,
+    MALE,
+    NOUNS,
+    PLACES,
+    PRAISE,
+    REVIEWED,
+    SPANS,
+    THINGS,
+)
 from mizarr.stages.circuits.tasks.years import ProbabilityDifference
 from mizarr.stages.forward.models.files import resolve
 from mizarr.stages.forward.text.library import LibraryTokenizer
@@ -17,7 +27,8 @@ from mizarr.store.errors import ConfigError
 
 GLUE = (
     "When and went to the gave a So is really great friend isn't home early because I saw yesterday came "
-    "back he she near behind with beside are was were has have The lasted from year def self param"
+    "back he she near behind with beside are was were has have The lasted from year def self param "
+    "thought this loved hated it In conclusion"
 )
 
 
@@ -26,7 +37,9 @@ def words(tmp_path_factory):
     """A tokenizer whose tokens are the words of all tasks, with a space before them and without, and every
     character; years are a century and two digits more."""
     nouns = {noun for pair in NOUNS for noun in pair}
-    every = {*MALE, *FEMALE, *PLACES, *THINGS, *SPANS, *IDENTIFIERS, *nouns, *GLUE.split(" ")}
+    adjectives = {adjective for pair in PRAISE for adjective in pair}
+    every = {*MALE, *FEMALE, *PLACES, *THINGS, *SPANS, *IDENTIFIERS, *REVIEWED, *nouns, *adjectives}
+    every |= set(GLUE.split(" "))
     pieces = {*every, *(chr(code) for code in range(32, 127)), "\n"}
     pieces |= {f" {piece}" for piece in pieces} | {f" {century}" for century in range(11, 20)}
     pieces |= {f"{year:02d}" for year in range(100)}
@@ -85,6 +98,17 @@ def test_verbs_and_pronouns_are_those_of_the_clean_prompt(words):
         clean, corrupted, right, _ = (parts(text) for text in read(words, pair))
         assert (right == ["he"]) == any(name in MALE for name in clean)
         assert any(name in MALE for name in clean) != any(name in MALE for name in corrupted)
+
+
+def test_the_summary_of_a_review_has_the_sentiment_of_its_adjective(words):
+    pairs = task_pairs(words, "sentiment", 20, seed=0)
+    assert len({pair.clean for pair in pairs}) == 20
+    for pair in pairs:
+        clean, corrupted, right, wrong = (parts(text) for text in read(words, pair))
+        is_praise = bool({word for word, _ in PRAISE} & set(clean))
+        assert is_praise == ("loved" in clean) == (right == ["great"]) == (wrong == ["terrible"])
+        # Both the adjective and the verb differ.
+        assert sum(a != b for a, b in zip(clean, corrupted, strict=True)) == 2
 
 
 def test_the_next_argument_is_the_third(words):
@@ -151,6 +175,7 @@ def test_the_gradient_of_a_difference_of_probabilities_is_that_of_small_steps():
     [
         ("ioi", "ioi: expected at least 4 names of one token, found 2 of 66 with this tokenizer: Joe, "),
         ("pronouns", "pronouns: expected at least 2 names of one token, found 1 of 33"),
+        ("sentiment", "sentiment: expected at least 3 adjectives of praise of one token, found "),
         ("docstrings", "docstrings: expected at least 12 identifiers of one token, found 9 of 44"),
         ("greater", "a task among ioi, greater_than, .*, found 'greater'; did you mean 'greater_than'?"),
     ],
