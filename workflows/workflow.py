@@ -154,11 +154,12 @@ class Workflow:
         `fact_nodes`."""
 
     def first_nodes(self) -> Nodes:
-        """Nodes whose results decide which other nodes are needed; `run` computes them first."""
+        """Nodes whose results decide which other nodes there are; `run` computes them first."""
         return {}
 
     def settle(self, store: Store, *, refuses: bool = True) -> Self:
-        """Remove those nodes from `nodes` that the stored results of `first_nodes` make unnecessary.
+        """Add to `nodes` what the stored results of `first_nodes` ask for, and remove what they make
+        unnecessary.
 
         Arguments:
             store: the store of the results.

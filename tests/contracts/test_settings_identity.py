@@ -87,6 +87,7 @@ SITED = "Two and two at night is"
 OTHERS: dict[tuple[str, str], Any] = {
     ("*", "dtype"): "float64",
     ("*", "device"): "cpu",
+    ("head_detection", "knocked_out"): 1,
     ("*", "prompt"): PROMPT,
     ("*", "prompts"): (PROMPT,),
     ("*", "query"): 2,
@@ -226,6 +227,7 @@ ONLY_SHOWN = {
     ("character_count_helix", "stop"): "how many layers one call adds",
     ("character_count_helix", "jsonl"): "where lines of what is stored are written",
     ("ablation", "top"): "rows of a table",
+    ("head_detection", "knocked_out"): "heads of the losses that are planned once scores are stored",
     ("circuit_discovery", "listed"): "rows of a table",
     ("circuit_discovery", "drawn"): "edges of a drawing",
     ("circuit_evaluation", "listed"): "rows of a table",

@@ -15,9 +15,12 @@ fixed distance keeps its score and is no induction head.
 Claim: attention to the token right after an earlier occurrence, minus the same on shuffled tokens, for the
 best of all heads. Null: the same difference, also of the best of all heads, at other distances after the
 occurrence. More random sequences would be no control: a head with random weights prefers or avoids its own
-token slightly, in the same way in every sequence. Nothing is claimed about the other kinds of heads: a
-previous-token head needs positions alone, so shuffling rightly leaves its score unchanged, and a
+token slightly, in the same way in every sequence. Nothing is claimed about the attention of the other kinds
+of heads: a previous-token head needs positions alone, so shuffling rightly leaves its score unchanged, and a
 duplicate-token score may be such a preference of random weights.
+
+What heads are for: the outputs of the best induction heads are set to zero together, and the loss on other
+repeated tokens and on prose is compared with that under random choices of other heads (head_knockout.py).
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
@@ -39,11 +42,12 @@ from ..material.samples.repeated import RepeatedBlocks, shuffled
 from ..settings import AtLeastTwo, ControlSettings, Count, ModelSettings, Natural, setting
 from ..views import Choice, Figure, Heatmap, Table, View
 from ..workflow import ModelWorkflow, Nodes
+from .head_knockout import HeadKnockout
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ...store import PackedTokens
+    from ...store import PackedTokens, Store
 
 __all__ = ["HeadDetection", "HeadDetectionSettings"]
 
@@ -84,6 +88,14 @@ COLUMNS = dict(zip(("score", "±", "shuffled", "entropy", "BOS", "own"), (*SCORE
 """Column name -> variable, for the table of the best heads."""
 
 
+LEADS = ("displaced", "displaced_control")
+"""Results with the attention after earlier occurrences, of the tokens and of the shuffled ones."""
+
+
+LOSS = "loss_"
+"""Start of the names of results with losses without the induction heads."""
+
+
 @dataclass(frozen=True)
 class HeadDetectionSettings(ControlSettings, ModelSettings):
     """Settings of the workflow `head_detection`, which scores heads on repeated random tokens or on
@@ -101,6 +113,11 @@ class HeadDetectionSettings(ControlSettings, ModelSettings):
         'score: "mul", share of attention on the detection pattern; "abs", 1 - mean absolute difference',
     )
     top: Count = setting(5, "number of heads listed per kind")
+    knocked_out: Natural | None = setting(
+        None,
+        "number of induction heads whose outputs are set to zero together; none: all that attend to the "
+        "token after an earlier occurrence more than any head does at another distance, at most a quarter",
+    )
     seed: Natural = setting(0, "seed of the random tokens and of the shuffled control")
 
 
@@ -172,6 +189,35 @@ class HeadDetection(ModelWorkflow):
         first_query = 0 if settings.first_block else blocks.start
         return PackedTokens.from_lists(blocks.rows), PackedTokens.from_lists(blocks.mixed), first_query
 
+    def first_nodes(self) -> Nodes:
+        """See `Workflow`: the scores by which heads are chosen to be knocked out."""
+        settings = self.settings
+        is_run = settings.knocked_out != 0 and settings.controls and self.subject.config.predicts_next
+        return {name: self.nodes[name] for name in LEADS} if is_run else {}
+
+    def settle(self, store: Store, *, refuses: bool = True) -> Self:
+        """See `Workflow`: adds losses without the induction heads that the first results tell."""
+        if not (first := self.first_nodes()):
+            return self
+        lead = _difference(*(node.open(store)["score"].load() for node in first.values()))
+        after, elsewhere = lead.values[0].ravel(), lead.values[1:]
+        # Best first; heads that a layer does not have are NaN, and last.
+        order = np.argsort(-after, kind="stable")[: int(np.isfinite(after).sum())]
+        count = self.settings.knocked_out
+        if count is None:
+            n_induction = int((after[order] > np.nanmax(elsewhere, initial=0.0)).sum())
+            count = min(n_induction, len(order) // 4)
+        heads = [(int(lead["layer"].values[i // lead.shape[2]]), int(i % lead.shape[2])) for i in order]
+        if 0 < count < len(heads):
+            first_layer = min(layer for layer, _ in heads[:count])
+            others = [(layer, head) for layer, head in heads[count:] if layer >= first_layer]
+            self.knockout = HeadKnockout(self.subject, tuple(heads[:count]), tuple(others), self.settings)
+            self.nodes |= {
+                f"{LOSS}{name}": self.on_model(experiment)
+                for name, experiment in self.knockout.experiments().items()
+            }
+        return self
+
     @cached_property
     def scores(self) -> xr.Dataset:
         """Scores in memory: score, its spread over prompts and the control score, [kind, layer, head];
@@ -212,10 +258,7 @@ class HeadDetection(ModelWorkflow):
     def lead(self) -> xr.DataArray:
         """Attention scores minus those on shuffled tokens, [displacement, layer, head]. displacement: how
         many tokens after an earlier occurrence of the current token the attended token is; 1 is induction."""
-        score, shuffled_score = (
-            self.result(name)["score"].load() for name in ("displaced", "displaced_control")
-        )
-        return (score - shuffled_score).transpose("displacement", "layer", "head")
+        return _difference(*(self.result(name)["score"].load() for name in LEADS))
 
     @property
     def not_claimed(self) -> str:
@@ -243,6 +286,11 @@ class HeadDetection(ModelWorkflow):
         # Each distance has its own best head: a maximum over heads is larger by chance than one fixed head.
         best = lead.max(("layer", "head")).values
         yield Claim.against(text, best[0], best[1:], of)
+        losses = {
+            name.removeprefix(LOSS): self.result(name).load() for name in self.nodes if name.startswith(LOSS)
+        }
+        if losses:
+            yield from self.knockout.claims(losses)
 
     @property
     def text_read(self) -> str:
@@ -385,3 +433,8 @@ class HeadDetection(ModelWorkflow):
         digits = ".1f" if values.name == "distance" else ".2f"
         high = 1.0 if str(values.name).endswith("share") else None
         return Heatmap.of(values, title, caption, low=0.0, high=high, numbers=digits)
+
+
+def _difference(score: xr.DataArray, shuffled_score: xr.DataArray) -> xr.DataArray:
+    """Scores of `LEADS`: those of the tokens minus those of shuffled tokens, [displacement, layer, head]."""
+    return (score - shuffled_score).transpose("displacement", "layer", "head")

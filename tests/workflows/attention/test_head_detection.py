@@ -112,12 +112,12 @@ def test_the_headline_is_the_lead_of_plain_passes_over_shuffled_ones(found, tiny
         both = zip(tokens, mixed, strict=True)
         return np.mean([scores(ids, ids, far) - scores(ids, row, far) for ids, row in both], axis=0)
 
-    (claim,) = found.to_json()["findings"]
+    claim = found.to_json()["findings"][0]
     best = int(lead(1).argmax())
     assert claim["claim"].startswith(f"layer {best // 2}, head {best % 2}, the best of ")
     assert claim["effect"] == pytest.approx(lead(1).max(), rel=1e-3)
     null = [lead(far).max() for far in range(2, found.settings.length)]
-    (finding,) = next(view for view in found.shown if view.kind == "findings").findings
+    finding = next(view for view in found.shown if view.kind == "findings").findings[0]
     np.testing.assert_allclose(finding.null.values, null, rtol=1e-3, atol=1e-6)
 
 
@@ -125,7 +125,8 @@ def test_the_specimen_copies_beyond_chance_and_controls_move_the_null_alone(tmp_
     given = {"store": tmp_path / "store", "sequences": 4, "length": 30}
     one, other = (compute("head_detection", **given, controls=n) for n in (50, 19))
     keys = [each.to_json()["provenance"]["keys"] for each in (one, other)]
-    assert {key for key in keys[0] if keys[0][key] != keys[1][key]} == {"displaced", "displaced_control"}
+    moved = {"displaced", "displaced_control", "loss_repeated_controls", "loss_prose_controls"}
+    assert {key for key in keys[0] if keys[0][key] != keys[1][key]} == moved
     claims = [each.to_json()["findings"][0] for each in (one, other)]
     assert [claim["verdict"] for claim in claims] == ["beyond chance"] * 2
     assert claims[0]["effect"] == claims[1]["effect"] > 0.5
@@ -142,6 +143,58 @@ def test_the_specimen_copies_with_heads_that_match_content(tmp_path):
     assert copying["score"] > 10 * np.median(kinds["induction_head"]["score"])
     assert before["score"] > 10 * np.median(kinds["previous_token_head"]["score"])
     assert before["control"] == pytest.approx(before["score"], rel=0.2)
+
+
+def test_losses_without_heads_are_those_of_plain_passes(tmp_path):
+    workflow = compute("head_detection", store=tmp_path / "store", sequences=4, knocked_out=2, controls=20)
+    best = workflow.lead.values[0].ravel().argsort()[::-1][:2]
+    heads = [(int(i) // 6, int(i) % 6) for i in best]
+    assert list(workflow.knockout.heads) == heads
+    assert not set(workflow.knockout.others) & set(heads)
+    assert min(layer for layer, _ in workflow.knockout.others) == min(layer for layer, _ in heads)
+    model = mizarr.Model.from_pretrained("specimen")
+    # Four sequences that detection did not read: a block of 50 tokens behind the BOS, twice.
+    rows = workflow.knockout._texts["repeated"]
+    assert {len(row) for row in rows} == {101} and all(row[1:51] == row[51:] for row in rows)
+    assert not set(rows) & {tuple(row.tolist()) for row in workflow._tokens()[0]}
+
+    def loss(heads):
+        hooks = mizarr.HookSpec()
+        for layer, head in heads:
+            hooks = hooks.intervene(f"blocks.{layer}.attn.hook_z", mizarr.Zero(heads=(head,)))
+        said = [model.forward([list(row)], hooks).logits[0].log_softmax(-1) for row in rows]
+        # Tokens 52 to 100: that of position 51 begins the repetition, and nothing announces it.
+        return -np.mean(
+            [
+                logprobs[q, row[q + 1]].item()
+                for row, logprobs in zip(rows, said, strict=True)
+                for q in range(51, 100)
+            ]
+        )
+
+    _, copying, prose = workflow.to_json()["findings"]
+    assert copying["levels"] == pytest.approx([loss([]), loss(heads)], rel=1e-4)
+    assert copying["effect"] == pytest.approx(loss(heads) - loss([]), rel=1e-3)
+    control = workflow.knockout.control_heads[7]
+    draw = workflow.result("loss_repeated_controls").isel(draw=7)["position_loss"].values[52:]
+    assert draw.mean() == pytest.approx(loss(control), rel=1e-4)
+    assert copying["held_out"] and copying["null"]["draws"] == prose["null"]["draws"] == 20
+
+
+def test_without_its_induction_heads_the_specimen_copies_no_more_and_reads_prose_as_well(tmp_path):
+    workflow = compute("head_detection", store=tmp_path / "store")
+    lead = workflow.lead.values
+    assert len(workflow.knockout.heads) == min(9, (lead[0] > lead[1:].max()).sum())
+    _, copying, prose = workflow.to_json()["findings"]
+    assert copying["verdict"] == "beyond chance" and copying["effect"] > 1
+    assert prose["verdict"] == "beyond chance" and prose["effect"] < 0.1
+
+
+@pytest.mark.parametrize("settings", [{"knocked_out": 0}, {"controls": 0}])
+def test_nothing_is_knocked_out_where_not_asked_for(tiny_model, tmp_path, settings):
+    workflow = compute("head_detection", store=tmp_path / "store", model=str(tiny_model), **RANDOM | settings)
+    assert not [name for name in workflow.nodes if name.startswith("loss")]
+    assert len(workflow.to_json()["findings"]) == 1
 
 
 def test_json_has_every_head_and_the_best_first(found):
