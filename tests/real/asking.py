@@ -10,6 +10,7 @@ leaves the costs as they are.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ class Record:
     """Processes that it took to compute the results, oldest first."""
     keys: dict[str, str]
     """Key of each result."""
+    settings: tuple[str, ...] = ()
+    """Settings other than the defaults, as NAME=VALUE."""
     machine: str = field(default_factory=machine)
     """Processor, number of cores and memory."""
     versions: dict[str, str] = field(default_factory=versions)
@@ -70,7 +73,8 @@ class Record:
         if not path.exists():
             return None
         fields = json.loads(path.read_text("utf-8"))
-        return cls(**fields | {"processes": tuple(Process(**process) for process in fields["processes"])})
+        processes = tuple(Process(**process) for process in fields["processes"])
+        return cls(**fields | {"processes": processes, "settings": tuple(fields.get("settings", ()))})
 
     def write(self, path: Path) -> None:
         """Write the record into a file, which is whole at any time."""
@@ -90,6 +94,8 @@ class Asked:
     """Path of the model's file, or the name of a built-in model."""
     limit: int
     """Largest processor time of a process, in seconds."""
+    settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Settings other than the defaults, as NAME=VALUE, by workflow."""
 
     @property
     def name(self) -> str:
@@ -132,7 +138,10 @@ class Asked:
         if process.outcome == "answered" and old is not None and is_stored and keys == old.keys:
             record = replace(old, sources=sources(), limit=self.limit)
         else:
-            record = Record(workflow, self.name, sources(), self.limit, (*earlier, process), keys)
+            settings = self.settings.get(workflow, ())
+            record = Record(
+                workflow, self.name, sources(), self.limit, (*earlier, process), keys, settings=settings
+            )
         record.write(path)
         mark.unlink()
         return record
@@ -145,17 +154,21 @@ class Asked:
 
     def _holds(self, record: Record, is_stored: bool) -> bool:
         """Whether a record still says what asking again would say."""
-        if record.sources != sources():
+        if record.sources != sources() or record.settings != self.settings.get(record.workflow, ()):
             return False
         if record.outcome == "answered":
             return is_stored
         return record.outcome == "refused" or (record.outcome == "stopped" and record.limit >= self.limit)
 
+    def _words(self, workflow: str) -> list[str]:
+        """Arguments of `mizarr` that ask a workflow."""
+        words = ["compute", workflow, "--model", self.model, "--store", str(self.store), "--json", "--quiet"]
+        return words + [word for text in self.settings.get(workflow, ()) for word in ("--set", text)]
+
     def _process(self, workflow: str) -> tuple[Process, dict[str, str]]:
         """Run a workflow in a process; with the keys of its results, if it answered."""
         output, log = self.path("answers", workflow, ".part"), self.path("logs", workflow, ".txt")
-        words = ["compute", workflow, "--model", self.model, "--store", str(self.store), "--json", "--quiet"]
-        process = measured(words, output, log, self.limit)
+        process = measured(self._words(workflow), output, log, self.limit)
         if process.outcome != "answered":
             output.unlink()
             said = process.message.removeprefix("mizarr: error: ").replace(self.model, self.name)
@@ -177,7 +190,8 @@ class Asked:
         # Other sources might compute other results, whose costs nobody measures.
         if record.sources != sources():
             return None
-        words = ["compute", workflow, "--model", self.model, "--store", str(self.store), "--json", "--quiet"]
         log = self.path("logs", workflow, ".figures.txt")
-        measured([*words, "--figures", str(folder)], log.with_suffix(".json"), log, self.limit)
+        measured(
+            [*self._words(workflow), "--figures", str(folder)], log.with_suffix(".json"), log, self.limit
+        )
         return min(folder.glob(f"{figure}*.png"), default=None)

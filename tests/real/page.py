@@ -15,19 +15,22 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mizarr.store.errors import DownloadError
 from mizarr.workflows import WORKFLOWS, kind_of
 from tests.real.asking import Asked, Record
+from tests.real.dictionary import CONTEXT, STEPS, UNTRAINED, WIDTH_FACTOR, K, Training
 from tests.real.models import MODELS, SMOLLM2, fetch
 from tests.real.processes import ROOT
 
 PAGE = ROOT / "docs" / "real-models.md"
 FIGURES = "figures/real"
 """Folder of the figures, from the folder of the page."""
+SAE_LAYER, SAE_WIDTH = 15, 576
+"""Layer of SmolLM2 on which an SAE is trained, in its middle, and the width of its stream."""
 LIMIT = 600
 """Processor seconds that a workflow may take."""
 LARGEST = 150_000
@@ -216,7 +219,10 @@ def answered(workflow: str, subjects: Sequence[Subject], folder: Path) -> str:
     if not parts:
         return ""
     heading = f"### {literal(kind_of(workflow).question)}\n\n"
-    return f"{heading}`mizarr compute {workflow}`\n\n{''.join(parts)}"
+    # The settings that are not defaults name folders of this machine.
+    names = {text.partition("=")[0]: None for s in subjects for text in s.asked.settings.get(workflow, ())}
+    options = "".join(f" --set {name}=FOLDER" for name in names)
+    return f"{heading}`mizarr compute {workflow}{options}`\n\n{''.join(parts)}"
 
 
 def sentences(answer: dict[str, Any]) -> Iterator[str]:
@@ -248,6 +254,44 @@ def shrink(source: Path, target: Path) -> None:
 
     with Image.open(source) as image:
         image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(target, optimize=True)
+
+
+def trained(trainings: Sequence[Training]) -> str:
+    """Section on SAEs: figures of the trained one and of the untrained one; empty if none was trained."""
+    rows = []
+    for training in trainings:
+        record, figures = training.record, training.figures
+        if record is None or figures is None:
+            continue
+        loss = figures["loss"]["places"]["all"]
+        rows.append(
+            (
+                "untrained (1 step)" if training.steps == UNTRAINED else f"trained ({training.steps} steps)",
+                f"{1 - figures['fvu'][0]:.3f}",
+                f"{figures['l0'][0]:.1f}",
+                f"{100 * figures['dead'][0]:.0f} %",
+                f"{loss['ce_replaced']:.3f}",
+                f"{100 * loss['ce_recovered_mean']:.1f} %",
+                f"{100 * loss['ce_recovered_zero']:.1f} %",
+                *costs(record),
+            )
+        )
+    if not rows:
+        return ""
+    columns = ("SAE", ">explained variance", ">L0", ">dead", ">loss", ">recovered", ">recovered, zero")
+    first, loss = trainings[0], trainings[0].figures["loss"]  # type: ignore[index]
+    mean = loss["places"]["all"]["ce_mean"]
+    return (
+        f"## A sparse autoencoder of layer {first.layer} of {first.asked.name}\n\n"
+        f"`mizarr train` on the residual stream after layer {first.layer}: "
+        f"{WIDTH_FACTOR * first.width:,} features, {K} of them active per token, on prompts of {CONTEXT} "
+        "tokens of a novel by Dickens. All figures are of held-out prompts "
+        f"({loss['tokens']:,} tokens). *Loss* is that of the model whose stream is "
+        f"replaced by the reconstruction; it is {loss['clean']:.3f} nats unchanged and {mean:.3f} with the "
+        "mean stream. *Recovered*: share of the cost of this mean ablation that the reconstruction avoids; "
+        "*zero*: of zero ablation. The untrained SAE is the control: the same random start, after one "
+        f"step.\n\n{table((*columns, '>seconds', '>memory'), rows)}\n"
+    )
 
 
 def unanswered(subjects: Sequence[Subject]) -> str:
@@ -301,11 +345,12 @@ def measured_on(subjects: Sequence[Subject]) -> str:
     return "## Models, machine, versions\n\n" + "\n".join(lines) + "\n\n"
 
 
-def write(subjects: Sequence[Subject], page: Path) -> None:
+def write(subjects: Sequence[Subject], page: Path, trainings: Sequence[Training] = ()) -> None:
     """Write the page, and its figures beside it, from what is stored."""
     models = " and ".join(subject.title for subject in subjects)
     parts = [HEAD.format(models=models), chance(subjects), measured_on(subjects)]
     parts += map(in_short, subjects)
+    parts.append(trained(trainings))
     parts.append("## Question by question\n\n")
     parts += [answered(workflow, subjects, page.parent) for workflow in WORKFLOWS]
     parts.append(unanswered(subjects))
@@ -335,12 +380,20 @@ def main() -> None:
         )
         for model, path in zip(MODELS, paths, strict=True)
     ]
+    trainings = [Training(subjects[0].asked, SAE_LAYER, SAE_WIDTH, steps) for steps in (STEPS, UNTRAINED)]
+    if options.workflows == ",".join(WORKFLOWS):
+        for training in trainings:
+            if (record := training.train()) is not None:
+                print(f"{training.name} {record.outcome}, {record.processor_seconds:.0f} s", file=sys.stderr)
+    if trainings[0].figures is not None:
+        settings = {"sae_features": (f"dictionary={trainings[0].dictionary.absolute()}",)}
+        subjects[0] = replace(subjects[0], asked=replace(subjects[0].asked, settings=settings))
     for subject in subjects:
         for workflow in options.workflows.split(","):
             record = subject.asked.ask(workflow)
             line = f"{subject.title}: {workflow} {record.outcome}, {record.processor_seconds:.0f} s"
             print(f"{line} {record.message}".rstrip(), file=sys.stderr, flush=True)
-    write(subjects, options.page)
+    write(subjects, options.page, trainings)
     print(options.page)
 
 
