@@ -42,7 +42,7 @@ from ..material.samples.repeated import RepeatedBlocks, shuffled
 from ..settings import AtLeastTwo, ControlSettings, Count, ModelSettings, Natural, setting
 from ..views import Choice, Figure, Heatmap, Table, View
 from ..workflow import ModelWorkflow, Nodes
-from .head_knockout import HeadKnockout
+from .head_knockout import InductionKnockout
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -211,7 +211,9 @@ class HeadDetection(ModelWorkflow):
         if 0 < count < len(heads):
             first_layer = min(layer for layer, _ in heads[:count])
             others = [(layer, head) for layer, head in heads[count:] if layer >= first_layer]
-            self.knockout = HeadKnockout(self.subject, tuple(heads[:count]), tuple(others), self.settings)
+            self.knockout = InductionKnockout(
+                self.subject, tuple(heads[:count]), tuple(others), self.settings
+            )
             self.nodes |= {
                 f"{LOSS}{name}": self.on_model(experiment)
                 for name, experiment in self.knockout.experiments().items()

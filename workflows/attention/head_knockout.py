@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ..claim import ControlOptions
     from ..subject import Subject
 
-__all__ = ["HeadKnockout"]
+__all__ = ["InductionKnockout"]
 
 SEQUENCES, LENGTH = 4, 50
 """Number of sequences of random tokens, and tokens of the block that is repeated."""
@@ -51,7 +51,7 @@ NULL = "random choices of as many other heads of the same and later layers"
 
 
 @dataclass(frozen=True)
-class HeadKnockout:
+class InductionKnockout:
     """Losses of a model with the outputs of some heads set to zero, and with those of random other heads."""
 
     subject: Subject

@@ -8,7 +8,9 @@ in place.
 
 oneDNN compiles code for every new size, which takes 0.6 ms, and the code fragments the memory of large
 temporaries: after hundreds of different numbers of rows a process was 100 to 350 MB larger. So it is used for
-powers of two only: full batches of full windows, and single tokens in generation.
+powers of two only, such as full batches of full windows, and in the steps of a generation, which repeat the
+same few sizes: there it shares weights of 576 x 576 and more among threads, which MKL does not (0.55 to 0.73
+of MKL's time with two threads).
 
 Both libraries sum a row in an order independent of the other rows if they get whole blocks of rows and
 columns (on Intel processors MKL only in strict mode, tuning.py). Partial blocks, of the whole or of one
@@ -34,6 +36,9 @@ from .tuning import is_tuned, processor_maker
 
 _LARGE = 1 << 26
 """Number of multiplications per prompt from which oneDNN saves more time than its compilation takes."""
+_STEP_ROWS, _STEP_WEIGHTS = 64, 1 << 18
+"""Largest number of rows, and smallest number of weights, with which oneDNN computes a step of a generation:
+with fewer weights it is slower than MKL."""
 _ROWS, _COLUMNS = 4, 16
 """Numbers of rows and columns in a block of MKL's matrix product."""
 _ALIGNED = 4
@@ -121,13 +126,16 @@ def _in_full_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _wants_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN is used for x weight^T where it is available: in large products of a power of two of
-    rows."""
+    rows, and in steps of a generation, which have one row per prompt."""
     if not _is_chosen_by_size(x) or weight.dtype != torch.float32:
         return False
     if x.dim() < 3 or is_beside_others():  # rows of several prompts, whose number depends on the batch
         return False
     rows, length = x.numel() // max(x.shape[-1], 1), x.shape[-2]
-    is_large = rows.bit_count() == 1 and max(length, _FEW) * weight.numel() >= _LARGE
+    if length == 1 and rows <= _STEP_ROWS:
+        is_large = weight.numel() >= _STEP_WEIGHTS
+    else:
+        is_large = rows.bit_count() == 1 and max(length, _FEW) * weight.numel() >= _LARGE
     return is_large and bool(torch.backends.mkldnn.enabled)
 
 

@@ -71,7 +71,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         ((8, 64), 320, 448, False),
         ((512,), 320, 448, False),
         ((1, 1), 2048, 2048, True),
-        ((1, 1), 512, 512, False),
+        ((1, 1), 512, 512, True),
+        ((3, 1), 512, 512, True),
+        ((1, 1), 500, 500, False),
+        ((65, 1), 512, 512, False),
+        ((3, 2), 512, 512, False),
     ],
 )
 def test_large_products_of_sizes_that_come_again_are_asked_of_onednn(
@@ -114,6 +118,24 @@ def test_a_row_is_summed_in_one_order_whatever_stands_beside_it(threads: int, wi
                 assert torch.equal(made, alike[:rows]), rows
                 apart = product(x[: 2 * (rows // 2)].view(2, rows // 2, width), weight, bias)
                 assert torch.equal(apart.flatten(0, 1), alike[: 2 * (rows // 2)]), rows
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize(("width", "out"), [(512, 512), (640, 1000), (1536, 576)])
+def test_a_step_of_a_generation_has_the_same_bits_beside_any_number_of_prompts(
+    threads: int, width: int, out: int
+) -> None:
+    x, weight = draw(products._STEP_ROWS, 1, width), draw(out, width)
+    before = torch.get_num_threads()
+    try:
+        with torch.no_grad():
+            torch.set_num_threads(1)
+            alike = product(x, weight)
+            torch.set_num_threads(threads)
+            for rows in (2, 3, 4, 7, 15, 16, 17, 33):
+                assert torch.equal(product(x[:rows], weight), alike[:rows]), rows
     finally:
         torch.set_num_threads(before)
 
