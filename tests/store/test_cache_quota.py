@@ -19,5 +19,5 @@ def test_the_quota_is_a_size_as_in_all_options(monkeypatch, setting, size):
 
 def test_a_quota_that_is_no_size_is_refused(monkeypatch):
     monkeypatch.setenv("MIZARR_CACHE_QUOTA", "much")
-    with pytest.raises(StoreError, match="expected a size such as 10GB .*, found 'much'"):
+    with pytest.raises(StoreError, match=r"expected a size such as 10GB .*, found 'much'"):
         quota()
