@@ -6,10 +6,11 @@ Border: calls the nodes' `status` and `estimate`; computes nothing, and works on
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..store.arrays import parse_bytes, shown
+from ..store.arrays import shown
 from ..store.display import html
 from ..store.errors import PlanError
 from .nodes import Estimate, Node, Status, estimate_of, one_look, status_of
@@ -178,6 +179,10 @@ def in_order(nodes: Node | Iterable[Node]) -> Sequence[Node]:
     return list(ordered.values())
 
 
+_UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
 def as_bytes(size: int | str | None) -> int | None:
     """Convert a memory budget to bytes, from a number of bytes or a text like "2GiB"; None stays None.
 
@@ -186,8 +191,12 @@ def as_bytes(size: int | str | None) -> int | None:
     """
     if size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 0):
         return size
-    if isinstance(size, str) and (count := parse_bytes(size)) is not None:
-        return count
+    text = size.replace(" ", "").upper() if isinstance(size, str) else ""
+    # rstrip removes the unit, whose letters are all in this set.
+    number = text.rstrip("KMGTIB")
+    with suppress(ValueError, KeyError, OverflowError):
+        if (count := int(float(number) * _UNITS[text[len(number) :] or "B"])) >= 0:
+            return count
     raise PlanError(
         f'expected --memory (memory=) as a size such as "2GiB" or "500MB", or a number of bytes, found '
         f"{shown(size)}"

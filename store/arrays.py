@@ -1,4 +1,4 @@
-"""Array type aliases, and validation of arguments: indices, counts, numbers, flags, sizes, paths.
+"""Array type aliases, and validation of arguments: indices, counts, numbers, flags, paths.
 
 All functions and commands use these validators, so that no value is rounded silently, and neither a mask nor
 a text is mistaken for numbers. They accept Python, numpy and torch values; torch is never imported.
@@ -10,7 +10,6 @@ import math
 import operator
 import reprlib
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ __all__ = [
     "as_number",
     "as_path",
     "is_several",
-    "parse_bytes",
     "ranges",
     "require_flag",
     "require_kind",
@@ -252,19 +250,3 @@ def as_path(value: Any, name: str, error: type[MizarrError] = ConfigError) -> Pa
             f"expected {name} to be the path of a file or folder, as a text or a Path, found {shown(value)}"
         )
     return Path(value).expanduser()
-
-
-_BYTES = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
-_BYTES |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
-def parse_bytes(text: str) -> int | None:
-    """Number of bytes of a size such as "2GiB" (2 * 2^30), "500MB" (500 * 10^6) or "1.5e9"; None for another
-    text."""
-    text = text.replace(" ", "").upper()
-    # rstrip removes the unit, whose letters are all in this set.
-    number = text.rstrip("KMGTIB")
-    with suppress(ValueError, KeyError, OverflowError):
-        if (count := int(float(number) * _BYTES[text[len(number) :] or "B"])) >= 0:
-            return count
-    return None

@@ -39,6 +39,7 @@ WORKFLOWS = {
     "layer_scan": ".attention.layer_scan:LayerScan",
     "expert_routing": ".causal.expert_routing:ExpertRouting",
     "probe": ".readout.probe:Probe",
+    "monitor": ".readout.monitor:Monitor",
     "inspect_weights": ".weights.inspect_weights:InspectWeights",
     "ov_qk": ".weights.ov_qk:OvQk",
     "composition": ".weights.composition:Composition",

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
 
-from ..arrays import parse_bytes
 from ..errors import StoreError
 from .stamps import Stamp
 
@@ -29,6 +29,7 @@ QUOTA = "MIZARR_CACHE_QUOTA"
 """Environment variable: size of the cache, such as 10GB; 0 disables it. Default: 10 GiB."""
 _DEFAULT_QUOTA = 10 << 30
 _SCANS_PER_QUOTA = 16  # the cache is scanned after every sixteenth of the quota that was downloaded
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def cache_folder() -> Path:
@@ -130,10 +131,10 @@ def quota() -> int:
     setting = os.environ.get(QUOTA)
     if not setting:
         return _DEFAULT_QUOTA
-    size = parse_bytes(setting)
-    if size is None:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?\s*", setting.lower())
+    if match is None:
         raise StoreError(
             f"expected a size such as 10GB in the environment variable {QUOTA}, found {setting!r}; set such "
             "a size, or 0 for no cache"
         )
-    return size
+    return int(float(match[1]) * _UNITS[match[2]])

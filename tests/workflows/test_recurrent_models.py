@@ -60,6 +60,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "layer_scan": ({"samples": 4}, ""),
     "expert_routing": ({}, r"expected a mixture-of-experts model, found \w+ \(rwkv6\)"),
     "probe": ({"targets": ["character_count"], "examples": 200}, ""),
+    "monitor": ({"examples": 60, "controls": 4, "poolings": ["last"]}, ""),
     "inspect_weights": ({}, ""),
     "ov_qk": ({}, "attention heads with query, key and value matrices, and rwkv6 has none"),
     "composition": ({}, "attention heads with query, key and value matrices, and rwkv6 has none"),

@@ -5,13 +5,17 @@ token; `line_break`, a label, whether the next token contains a line break (line
 
 Targets from a file: a JSON list, or JSON lines, of {"text", "label"}, for the last token, or {"text",
 "spans": [{"start", "end", "label"}, …]}, for every token that overlaps a span of characters. Labels are
-strings, true and false, or numbers.
+strings, true and false, or numbers. Or CSV with a header that has the columns text and label, or, as the
+files of sae-probes (Kantamneni et al. 2025), prompt and target. A further field may name the group of a text,
+such as its document.
 
 Border: texts, tokens and numbers; loads no model.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +33,16 @@ if TYPE_CHECKING:
     from ...store import PackedTokens
     from ..subject import Subject
 
-__all__ = ["TARGETS", "Target", "read_labels", "thinned", "wrapped_targets"]
+__all__ = [
+    "TARGETS",
+    "Target",
+    "as_word",
+    "groups_of",
+    "labelled_entries",
+    "read_labels",
+    "thinned",
+    "wrapped_targets",
+]
 
 TARGETS = ("character_count", "line_break")
 """Names of the targets that probes of wrapped prose predict."""
@@ -87,23 +100,26 @@ def _next_breaks(tokens: PackedTokens) -> npt.NDArray[np.float64]:
     return values
 
 
-def read_labels(subject: Subject, path: str, kind: str) -> tuple[PackedTokens, Target]:
+def read_labels(
+    subject: Subject, path: str, kind: str, groups: str = ""
+) -> tuple[PackedTokens, Target, npt.NDArray[np.int64]]:
     """Read labelled texts from a file; see the module docstring for the format.
 
     Arguments:
         subject: the model, for its tokenizer.
         path: the file.
         kind: "label" or "number"; "auto" treats strings and booleans as labels, and numbers as numbers.
+        groups: field that names the group of a text; empty to make each text a group.
 
     Returns:
-        The texts as tokens, and their labels.
+        The texts as tokens, their labels, and the group of each text, numbered from 0, [prompt].
 
     Raises:
-        ConfigError: the file has another format.
+        ConfigError: the file has another format, or a text has no group.
         TokenizerError: a span is outside its text.
         PromptError: labels and numbers are mixed.
     """
-    entries = _entries(path)
+    entries = labelled_entries(path)
     tokens = subject.pack([entry["text"] for entry in entries])
     labels: dict[int, Any] = {}
     for i, entry in enumerate(entries):
@@ -121,7 +137,8 @@ def read_labels(subject: Subject, path: str, kind: str) -> tuple[PackedTokens, T
                 )
             labels |= {row.start + at: span["label"] for at in encoding.char_range_to_tokens(start, end)}
     labelled_tokens = {at: label for at, label in labels.items() if label is not None}
-    return tokens, _target(Path(path).stem, labelled_tokens, tokens.n_tokens, kind)
+    target = _target(Path(path).stem, labelled_tokens, tokens.n_tokens, kind)
+    return tokens, target, groups_of(entries, groups, path)
 
 
 def _target(name: str, labels: dict[int, Any], n_tokens: int, kind: str) -> Target:
@@ -142,28 +159,31 @@ def _target(name: str, labels: dict[int, Any], n_tokens: int, kind: str) -> Targ
     if kind == "number":
         values[list(labels)] = list(labels.values())
         return Target(name, values)
-    classes = tuple(sorted({_word(one) for one in labels.values()}))
+    classes = tuple(sorted({as_word(one) for one in labels.values()}))
     if len(classes) < 2:
         raise PromptError(
             f"expected two or more different labels in {name!r}, found "
             f"{repr(classes[0]) + ' alone' if classes else 'none'}; add texts with another label"
         )
-    values[list(labels)] = [classes.index(_word(one)) for one in labels.values()]
+    values[list(labels)] = [classes.index(as_word(one)) for one in labels.values()]
     return Target(name, values, classes)
 
 
-def _entries(path: str) -> list[dict[str, Any]]:
-    """Entries of a file of labelled texts, each {"text", "label"} or {"text", "spans"}; raises ConfigError
-    for another form."""
+def labelled_entries(path: str) -> list[dict[str, Any]]:
+    """Entries of a file of labelled texts, each {"text", "label"} or {"text", "spans"}, with further fields.
+
+    Raises:
+        ConfigError: the file has another format, or a text has no label.
+        PromptError: the file has no entries.
+    """
     data = read_outside(Path(path).expanduser(), ConfigError, "correct it, or name another file")
     try:
         # Editors on Windows write a byte order mark in front of UTF-8.
-        lines = [line for line in data.decode("utf-8-sig").splitlines() if line.strip()]
-        is_list = bool(lines) and lines[0].lstrip().startswith("[")
-        entries = json_value(data) if is_list else [json_value(line.encode()) for line in lines]
-    except ValueError as error:
+        text = data.decode("utf-8-sig")
+        entries = _table(text) if path.lower().endswith(".csv") else _json(text)
+    except (ValueError, csv.Error) as error:
         raise ConfigError(
-            f"expected labelled texts as JSON, or JSON lines, at {path!r}, found {error}"
+            f"expected labelled texts as CSV, JSON, or JSON lines, at {path!r}, found {error}"
         ) from error
     for i, entry in enumerate(entries):
         if not _is_sound(entry):
@@ -175,6 +195,56 @@ def _entries(path: str) -> list[dict[str, Any]]:
     return list(entries)
 
 
+def groups_of(entries: Sequence[dict[str, Any]], field: str, path: str) -> npt.NDArray[np.int64]:
+    """Group of each entry, numbered from 0, [entry].
+
+    Arguments:
+        entries: entries of a file of labelled texts.
+        field: field that names the group; empty to make each entry a group.
+        path: the file, for messages.
+
+    Raises:
+        ConfigError: an entry lacks the field.
+    """
+    if not field:
+        return np.arange(len(entries))
+    for i, entry in enumerate(entries):
+        if entry.get(field) in (None, ""):
+            raise ConfigError(
+                f"entry {i} of {path!r}: expected a value in the field {field!r}, which groups names, found "
+                f"{', '.join(map(repr, entry))}; add it, or leave groups out"
+            )
+    _, group = np.unique([str(entry[field]) for entry in entries], return_inverse=True)
+    return group.astype(np.int64)
+
+
+def _json(text: str) -> list[Any]:
+    """Entries of a JSON list or of JSON lines."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    is_list = bool(lines) and lines[0].lstrip().startswith("[")
+    entries = json_value(text.encode()) if is_list else [json_value(line.encode()) for line in lines]
+    return list(entries)
+
+
+def _table(text: str) -> list[dict[str, Any]]:
+    """Entries of CSV with a header; labels that are all numbers become numbers, and a missing one None."""
+    names = {"prompt": "text", "target": "label"}
+    rows = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    entries: list[dict[str, Any]] = [
+        {names.get(name, name): value for name, value in row.items() if name is not None} for row in rows
+    ]
+    for entry in entries:
+        if entry.get("label") == "":
+            entry["label"] = None
+    try:
+        numbers = [json_value(str(entry["label"]).encode()) for entry in entries]
+    except (ValueError, KeyError):
+        return entries
+    if all(isinstance(number, int | float) for number in numbers):
+        entries = [entry | {"label": number} for entry, number in zip(entries, numbers, strict=True)]
+    return entries
+
+
 def _is_sound(entry: Any) -> bool:
     if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
         return False
@@ -183,7 +253,7 @@ def _is_sound(entry: Any) -> bool:
     return "label" in entry or (bool(spans) and are_whole)
 
 
-def _word(label: Any) -> str:
+def as_word(label: Any) -> str:
     """A label as text: "true" and "false" as in JSON, other values by `str`."""
     return str(label).lower() if isinstance(label, bool) else str(label)
 

@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from ...stages.forward.text.prompts import check_prompts
 from ...stages.geometry.probe import FEWEST, PENALTIES, probe
@@ -64,6 +65,10 @@ class ProbeSettings(ModelSettings):
     kind: Literal["auto", "label", "number"] = setting(
         "auto", "how labels of the file are predicted: as classes (label), as numbers, or as their type says"
     )
+    groups: str = setting(
+        "",
+        "field of the labelled texts that names their group, all of which is train or test; none: each text",
+    )
     text: str = setting(
         "",
         "file, folder or glob of texts to wrap; none: prose shipped with mizarr, less for large models",
@@ -97,6 +102,11 @@ class ProbeSettings(ModelSettings):
             raise ConfigError(
                 f"expected targets to predict, found none; set targets ({', '.join(TARGETS)}) or labels=FILE"
             )
+        if self.groups and not self.labels:
+            raise ConfigError(
+                f"expected labels=FILE beside groups={self.groups}, which names a field of its texts, found "
+                "none; name the file, or leave groups out"
+            )
 
 
 class Probe(ModelWorkflow):
@@ -117,19 +127,20 @@ class Probe(ModelWorkflow):
             PromptError: for a target in fewer prompts than train, validation and test set need.
         """
         settings = self.settings
-        tokens, targets = self._targets()
+        tokens, targets, group = self._targets()
         self.targets = [
             thinned(target, examples=settings.examples, balance=settings.balance, seed=settings.seed)
             for target in targets
         ]
-        # Prompts, not tokens, are split into train and test: neighbours in one prompt are similar.
-        prompt = column(tokens.prompt_of(slice(None)), "token", "prompt")
+        # Groups of prompts, not tokens, are split into train and test: neighbours in one prompt are similar.
+        prompt = column(group[tokens.prompt_of(slice(None))], "token", "prompt")
         for target in self.targets:
-            n_prompts = len(np.unique(prompt.values[~np.isnan(target.values)]))
-            if n_prompts < FEWEST:
+            n_groups = len(np.unique(prompt.values[~np.isnan(target.values)]))
+            if n_groups < FEWEST:
+                unit = f"groups of the field {settings.groups!r}" if settings.groups else "prompts"
                 raise PromptError(
-                    f"expected tokens with the target {target.name!r} in at least {FEWEST} prompts, which "
-                    f"are split into train, validation and test set, found {n_prompts}; give more or longer "
+                    f"expected tokens with the target {target.name!r} in at least {FEWEST} {unit}, which "
+                    f"are split into train, validation and test set, found {n_groups}; give more or longer "
                     "texts"
                 )
         layers = settings.layers or range(self.subject.config.num_layers)
@@ -149,21 +160,21 @@ class Probe(ModelWorkflow):
             for target in self.targets
         }
 
-    def _targets(self) -> tuple[PackedTokens, list[Target]]:
-        """(tokens of all prompts, targets to predict); a target has a value per token, NaN for tokens without
-        one."""
+    def _targets(self) -> tuple[PackedTokens, list[Target], npt.NDArray[np.int64]]:
+        """(tokens of all prompts, targets to predict, group of each prompt); a target has a value per token,
+        NaN for tokens without one."""
         settings, config = self.settings, self.subject.config
         if settings.labels:
-            tokens, target = read_labels(self.subject, settings.labels, settings.kind)
+            tokens, target, group = read_labels(self.subject, settings.labels, settings.kind, settings.groups)
             # Texts of a file may be longer than the context; wrapped prose is cut to it.
             check_prompts(list(tokens), config.vocab_size, config.context_length, self.subject.name)
-            return tokens, [target]
+            return tokens, [target], group
         context = settings.context or min(config.context_length, 256)
         texts = read_texts(settings.text)
         if not settings.text:
             texts = [text[: affordable_characters(config, len(text))] for text in texts]
         tokens = wrapped_prose(self.subject, texts, settings.widths, context)
-        return tokens, wrapped_targets(tokens, settings.targets)
+        return tokens, wrapped_targets(tokens, settings.targets), np.arange(tokens.n_prompts)
 
     @cached_property
     def results_by_target(self) -> dict[str, xr.Dataset]:

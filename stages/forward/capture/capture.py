@@ -158,7 +158,7 @@ class CaptureNode(Ports):
         self._lowered: dict[str, Any] = {}
         self.spec = self._bind(hooks)
         self._require_logits()
-        self._require_dictionaries()
+        self._require_fit()
         # Before the prompts are tokenised, which may take long.
         self.order = resolve_order(self.options.order, self.source.config, self.spec, self.source.name)
         self._over: dict[str, int] = {}
@@ -246,10 +246,14 @@ class CaptureNode(Ports):
                     f"reduce={reduction.request!r}; set a smaller number"
                 )
 
-    def _require_dictionaries(self) -> None:
-        """Raise DictionaryError if features are counted of a dictionary that does not fit the model."""
+    def _require_fit(self) -> None:
+        """Raise DictionaryError or StageError for a dictionary or probe that does not fit the model."""
+        config, model = self.source.config, self.source.name
         for encoder in self._encoders:
-            encoder.resource.require_fit(self.source.config, self.source.name)
+            encoder.resource.require_fit(config, model)
+        for scorer in (reduction.scorer for reduction in self._reductions):
+            if scorer is not None:
+                scorer.require_fit(config, model, self.source.identity.digest)
 
     # -- identity ------------------------------------------------------------------------------------------
 

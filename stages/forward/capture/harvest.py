@@ -42,7 +42,7 @@ from ..networks.kernels import FEW_ROWS
 from .backoff import BatchSize, fits
 from .batches import BUFFERS, Piece, PieceBatch, pieces_of, plan_batches
 from .overlap import OverlappedWriter, SegmentBuffer, send
-from .reduced import norms, write_prompt_means
+from .reduced import norms, token_scores, write_prompt_means, write_prompt_scores
 from .run_reductions import open_run_reductions
 from .selected import SelectedRows
 from .vocabulary import reduce_logits
@@ -409,6 +409,11 @@ def segment_sink(
             major = _token_major(value, kept_capture.capture)
             write_prompt_means(major, batch, buffer.view(cell, rows), tokens, first_prompt)
             return
+        scorer = None if kept_capture.keep.reduction is None else kept_capture.keep.reduction.scorer
+        if scorer is not None and axis == "prompt_id":
+            first_prompt = int(entry.bounds("prompt_id")[n])
+            write_prompt_scores(value, scorer, batch, buffer.view(cell, rows), tokens, first_prompt)
+            return
         if axis == "segment":
             run_reductions.add(kept_capture, _token_major(value, kept_capture.capture), batch)
             return
@@ -420,7 +425,11 @@ def segment_sink(
             _write_pairs(value, batch, buffer.view(cell, rows), tokens, segment, axis)
             return
         value = _token_major(value, kept_capture.capture)
-        write_tokens(batch, kept_capture, norms(value) if kept_capture.keep.reduction == NORM else value)
+        if kept_capture.keep.reduction == NORM:
+            value = norms(value)
+        elif scorer is not None:
+            value = token_scores(value, scorer)
+        write_tokens(batch, kept_capture, value)
 
     def write_tokens(batch: PieceBatch, kept_capture: KeptCapture, value: Tensor) -> None:
         """Write one row per token, or per selected token."""

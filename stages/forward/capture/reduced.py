@@ -1,4 +1,4 @@
-"""Norms and prompt means of activations, computed during the pass so that the activations are never stored.
+"""Norms, prompt means and probe scores, computed during the pass so that activations are never stored.
 
 Sums are float64, in an order that depends only on the number of summands. So stored values do not depend on
 batches, segments, threads or memory alignment, as the sums of torch may.
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ....store.runs.packed import PackedTokens
+from ..hooks.reductions import Scorer
 from .batches import PieceBatch
 from .overlap import send
 
@@ -45,6 +46,44 @@ def write_prompt_means(
             # `folded` sums the last axis, so positions go there.
             total = folded(value[row, :size].double().movedim(0, -1))
             send(total / size, buffer[piece.prompt - first_prompt])
+
+
+def token_scores(value: Tensor, probe: Scorer) -> Tensor:
+    """Log-odds of each row by a probe.
+
+    Arguments:
+        value: activations [..., hidden].
+        probe: the probe.
+
+    Returns:
+        float64 [...].
+    """
+    weight = torch.from_numpy(probe.weight).to(value.device, torch.float64)
+    return folded(value.double() * weight) + probe.bias
+
+
+def write_prompt_scores(
+    value: Tensor, probe: Scorer, batch: PieceBatch, buffer: Tensor, tokens: PackedTokens, first_prompt: int
+) -> None:
+    """Write the log-odds of each prompt, pooled as the probe says, into a segment buffer.
+
+    Arguments:
+        value: activations [batch, position, hidden].
+        probe: a probe of prompts.
+        batch: the prompts of `value`.
+        buffer: [prompt], rows of the prompts that end in the segment.
+        tokens: prompts of the run.
+        first_prompt: number of the prompt in row 0 of the buffer.
+    """
+    for row, piece in enumerate(batch.pieces):
+        size = int(tokens.row_size[piece.prompt])
+        if piece.stop == size:  # all positions are in `value`, as in `write_prompt_means`
+            states = value[row, :size].double()
+            if probe.pooling == "mean":
+                pooled = folded(states.movedim(0, -1)) / size
+            else:
+                pooled = states.amax(0) if probe.pooling == "max" else states[-1]
+            send(token_scores(pooled, probe), buffer[piece.prompt - first_prompt])
 
 
 def folded(value: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ....pipeline.pinned import PinnedResource
 from ....store.digest import digest
@@ -18,6 +18,7 @@ from ....store.runs.run_sums import PART, QUANTA
 from ..architectures.points import BY_NAME, LOGITS, HookKind, HookPoint
 
 if TYPE_CHECKING:
+    from ....store.arrays import Floats
     from ..architectures.architecture import Architecture
 
 _TOPK = re.compile(r"topk:(\d{1,9})")
@@ -61,6 +62,51 @@ class Features(Protocol):
         ...
 
 
+class Scorer(Protocol):
+    """What reductions need to know of a trained probe (`monitors.trained`)."""
+
+    @property
+    def name(self) -> str:
+        """Name of the probe in messages."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """Digest of weights, bias, pooling, hook point and model."""
+        ...
+
+    @property
+    def point(self) -> HookPoint:
+        """Hook point whose activations are scored."""
+        ...
+
+    @property
+    def pooling(self) -> str:
+        """How the tokens of a prompt are pooled before scoring: "last", "mean" or "max"; "token" for a score
+        of each token."""
+        ...
+
+    @property
+    def weight(self) -> Floats:
+        """Weights, [hidden]."""
+        ...
+
+    @property
+    def bias(self) -> float:
+        """Bias, in log-odds."""
+        ...
+
+    def require_fit(self, config: Architecture, model: str, identity: str) -> None:
+        """Raise StageError unless the probe was trained on this model, and states have its width.
+
+        Arguments:
+            config: architecture of the model.
+            model: name of the model, for the message.
+            identity: digest of the model.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Encoder:
     """A dictionary (e.g. a sparse autoencoder) whose features are counted over a run."""
@@ -85,7 +131,8 @@ class Reduction:
     """Words that precede the name of an activation, e.g. "L2 norm of"."""
     over: str
     """Axis that is reduced: "position" (tokens of a prompt), "vocab", "last" for the last axis, "run" for all
-    tokens of the run, "features" for all axes, which one axis of features replaces."""
+    tokens of the run, "prompt" for all axes of a prompt, "features" for all axes, which one axis of features
+    replaces."""
     axes: tuple[tuple[str, int], ...] = ()
     """(name, length) of axes that replace the reduced axis."""
     dtype: str | None = None
@@ -99,8 +146,10 @@ class Reduction:
     empty for reductions without a dictionary."""
     encoder: Encoder | None = field(default=None, compare=False)
     """Dictionary whose features are counted; None for other reductions."""
+    scorer: Scorer | None = field(default=None, compare=False)
+    """Probe whose scores are stored; None for other reductions."""
     identity: str | None = None
-    """Digest of the dictionary whose features are counted; None for other reductions."""
+    """Digest of the dictionary whose features are counted, or of the probe; None for other reductions."""
 
     @property
     def is_of_logits(self) -> bool:
@@ -118,9 +167,10 @@ class Reduction:
         return self.axes[0][1] if self.is_of_logits and self.axes else 0
 
     def canonical(self) -> dict[str, Any]:
-        """The reduction as plain JSON values, for a digest; a dictionary is identified by its digest."""
-        # The name holds only 16 digits of the dictionary's digest; the key gets all of them.
-        return {"reduce": self.name, **({} if self.identity is None else {"dictionary": self.identity})}
+        """The reduction as plain JSON values, for a digest; dictionary or probe by their digest."""
+        # The name holds only 16 digits of the digest; the key gets all of them.
+        source = "dictionary" if self.scorer is None else "probe"
+        return {"reduce": self.name, **({} if self.identity is None else {source: self.identity})}
 
     def dims(self, kind: HookKind) -> tuple[str, ...]:
         """Axes of the stored array after the reduction.
@@ -140,11 +190,17 @@ class Reduction:
                 f"reduce={self.request!r}: expected a hook point with a row of numbers per token, found "
                 f"{kind.path!r} with axes {list(kind.dims)}; capture it without reduce="
             )
-        removed = {"last": axes[-1:], "run": ("position",), "features": axes}.get(self.over, (self.over,))
+        whole = {"last": axes[-1:], "run": ("position",), "prompt": axes, "features": axes}
+        removed = whole.get(self.over, (self.over,))
         return (*(dim for dim in axes if dim not in removed), *(axis for axis, _ in self.axes))
 
     def require_read(self, point: HookPoint) -> None:
-        """Raise HookPointNotFound if features are counted where their dictionary reads no activation."""
+        """Raise HookPointNotFound at another point than the dictionary or probe of the reduction reads."""
+        if self.scorer is not None and point != self.scorer.point:
+            raise HookPointNotFound(
+                f"reduce={self.scorer.name}: expected the hook point of this probe, '{self.scorer.point}', "
+                f"found '{point}'; capture probe.point"
+            )
         if self.encoder is None or point in self.encoder.read:
             return
         read = sorted(map(str, self.encoder.read))
@@ -226,17 +282,33 @@ def features(dictionary: Features) -> Reduction:
     return replace(count, companions=(total, largest))
 
 
-def as_reduction(request: str | Features) -> Reduction:
+def probe_score(probe: Scorer) -> Reduction:
+    """Log-odds by a probe: of each token, or of each prompt where the probe pools tokens."""
+    return Reduction(
+        name=f"probe_{probe.identity[:16]}",
+        request=f"probe:{probe.name}",
+        meaning=f"log-odds by {probe.name} (pooling: {probe.pooling}) of",
+        over="last" if probe.pooling == "token" else "prompt",
+        dtype="float32",
+        scorer=probe,
+        identity=probe.identity,
+    )
+
+
+def as_reduction(request: str | Features | Scorer) -> Reduction:
     """The `Reduction` for the `reduce` argument of `HookSpec.capture`.
 
     Arguments:
-        request: "norm", "mean", "run_mean", "logsumexp", "topk:10", or a dictionary to count features of.
+        request: "norm", "mean", "run_mean", "logsumexp", "topk:10", a dictionary to count features of, or
+            a trained probe to score with.
 
     Raises:
         HookPointNotFound: for any other text; names the nearest reduction.
     """
     if not isinstance(request, str) and hasattr(request, "as_resource"):
-        return features(request)
+        return features(cast("Features", request))
+    if not isinstance(request, str) and hasattr(request, "pooling"):
+        return probe_score(request)
     name = str(request)
     if (match := _TOPK.fullmatch(name)) is not None and int(match[1]) > 0:
         return topk(int(match[1]))

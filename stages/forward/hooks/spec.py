@@ -36,7 +36,7 @@ from .edge_interventions import may_look_ahead
 from .interventions import Intervention, payload_rows
 from .keeps import WHOLE, Keep
 from .objective import Differentiable, Objective, objective_of
-from .reductions import Features, as_reduction
+from .reductions import Features, Scorer, as_reduction
 
 When = Literal["after", "before"]
 STATE_SEQUENCES = tuple(f"{room}_state_seq" for room in STATE_ROOMS)
@@ -263,7 +263,7 @@ class HookSpec:
         *points: HookPoint | str,
         when: When = "after",
         positions: Any = None,
-        reduce: str | Features | None = None,
+        reduce: str | Features | Scorer | None = None,
     ) -> HookSpec:
         """A spec that also captures the activations at these points; a repeated capture changes nothing.
 
@@ -278,7 +278,7 @@ class HookSpec:
                 all tokens of all prompts, summed exactly. At "hook_logits": "topk:10", the largest logits of
                 each token and their ids, or "logsumexp". A Dictionary, at its read_hooks: for each feature
                 the number of tokens at which it is active, the sum and the maximum of its activations over
-                the run.
+                the run. A TrainedProbe, at its point: its log-odds of each token or prompt.
 
         Raises:
             HookPointNotFound: for a name that no architecture has; names the nearest one.

@@ -88,7 +88,7 @@ def test_prose_is_read_once_at_changing_widths(subject, prose):
 
 
 def test_numbers_are_those_of_the_stage_on_the_captured_states(done, tiny_model, tmp_path):
-    tokens, _ = done._targets()
+    tokens, _, _ = done._targets()
     store = mizarr.open_store(tmp_path)
     states = mizarr.capture(str(tiny_model), tokens, "blocks.*.hook_resid_post", store=store, progress=False)[
         "resid_post"
@@ -129,7 +129,7 @@ def test_the_specimen_holds_the_count_and_the_break_where_shuffled_ones_are_not_
 
 
 def test_labels_of_texts_are_read_off_the_last_token(subject, labelled):
-    tokens, target = read_labels(
+    tokens, target, _ = read_labels(
         subject, labelled([{"text": text, "label": "it" in text} for text in TEXTS]), "auto"
     )
     last = np.cumsum(tokens.row_size) - 1
@@ -144,7 +144,7 @@ def test_labels_of_spans_are_read_off_every_token_they_overlap(subject, labelled
         "text": TEXTS[0],
         "spans": [{"start": 11, "end": 15, "label": 2.5}, {"start": 0, "end": 2, "label": 1}],
     }
-    tokens, target = read_labels(subject, labelled([entry], lines=False), "auto")
+    tokens, target, _ = read_labels(subject, labelled([entry], lines=False), "auto")
     encoding = subject.tokenizer.encode(TEXTS[0])
     expected = np.full(len(encoding), np.nan)
     expected[encoding.char_range_to_tokens(11, 15)] = 2.5
@@ -155,7 +155,7 @@ def test_labels_of_spans_are_read_off_every_token_they_overlap(subject, labelled
 
 def test_numbers_may_be_meant_as_labels_and_null_is_none(subject, labelled):
     entries = [{"text": text, "label": label} for text, label in zip(TEXTS, [1, 10, 2, None], strict=False)]
-    _, target = read_labels(subject, labelled(entries), "label")
+    _, target, _ = read_labels(subject, labelled(entries), "label")
     assert target.classes == ("1", "10", "2")
     assert (~np.isnan(target.values)).sum() == 3
 
@@ -170,6 +170,32 @@ def test_labelled_texts_run_to_a_table(tiny_model, labelled, tmp_path, capsys):
     (file,) = found.render(Console(width=100), tmp_path / "figures")
     assert "Linear probe of mood on resid_post of" in capsys.readouterr().out
     assert document["provenance"]["keys"]["mood"][:12].encode() in file.read_bytes()
+
+
+def test_texts_of_a_group_are_all_train_or_all_test(tiny_model, labelled, tmp_path):
+    """Documents of five copies of one text, with labels of no pattern: copies in both parts would leak."""
+    entries = [
+        {"text": f"{TEXTS[i % 8]} {TEXTS[i // 8]}", "label": "ab"[(i * i // 3) % 2], "document": i}
+        for i in range(16)
+        for _ in range(5)
+    ]
+    given = {"model": str(tiny_model), "labels": labelled(entries), "balance": False, "layers": [1]}
+    done = build("probe", **given, groups="document")
+    _, _, group = done._targets()
+    assert len(np.unique(group)) == 16
+    assert all(len(set(group[start : start + 5].tolist())) == 1 for start in range(0, 80, 5))
+    settings = (given, given | {"groups": "document"})
+    scores = [compute("probe", store=tmp_path / "store", **each) for each in settings]
+    by_text, by_document = (one.to_json()["results"][0]["layers"][0]["true"]["score"] for one in scores)
+    # Of copies in the train part the label is known; a document that was not read is a guess.
+    assert by_text > 0.95 > by_document + 0.1
+    with pytest.raises(ConfigError, match=r"entry 0 .*'page'.*found 'text', 'label', 'document'"):
+        build("probe", **given, groups="page")
+    with pytest.raises(ConfigError, match="labels=FILE beside groups=page"):
+        build("probe", model=str(tiny_model), groups="page")
+    few = labelled([entry | {"document": i % 2} for i, entry in enumerate(entries)])
+    with pytest.raises(PromptError, match=r"at least 3 groups of the field 'document'.*found 2"):
+        build("probe", **given | {"labels": few}, groups="document")
 
 
 def test_examples_are_thinned_evenly_or_not():

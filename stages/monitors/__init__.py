@@ -1,0 +1,1 @@
+"""Probes as monitors: detectors of a labelled property of prompts, trained on stored states."""
