@@ -29,9 +29,12 @@ _HOME = {
     "Replace": ".stages.forward.hooks.interventions",
     "Add": ".stages.forward.hooks.interventions",
     "AddAtPositions": ".stages.forward.hooks.interventions",
+    "Clamp": ".stages.forward.hooks.interventions",
+    "LinearCondition": ".stages.forward.hooks.subspaces",
     "Knockout": ".stages.forward.hooks.edge_interventions",
     "Scale": ".stages.forward.hooks.interventions",
     "Zero": ".stages.forward.hooks.interventions",
+    "Subspace": ".stages.forward.hooks.subspaces",
     "Steer": ".stages.forward.hooks.edge_interventions",
     "SetValue": ".stages.forward.hooks.edge_interventions",
     "logits": ".stages.forward.hooks.wants",
@@ -68,12 +71,14 @@ if TYPE_CHECKING:
     from .stages.forward.hooks.interventions import (
         Add as Add,
         AddAtPositions as AddAtPositions,
+        Clamp as Clamp,
         Replace as Replace,
         Scale as Scale,
         Zero as Zero,
     )
     from .stages.forward.hooks.recurrent import RecurrentPass as RecurrentPass
     from .stages.forward.hooks.spec import HookSpec as HookSpec
+    from .stages.forward.hooks.subspaces import LinearCondition as LinearCondition, Subspace as Subspace
     from .stages.forward.hooks.wants import logits as logits
     from .stages.forward.models.model import Model as Model
     from .stages.forward.runs.run import Run as Run, run as run

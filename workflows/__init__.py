@@ -44,6 +44,7 @@ WORKFLOWS = {
     "ov_qk": ".weights.ov_qk:OvQk",
     "composition": ".weights.composition:Composition",
     "evaluate": ".evaluation.evaluate:Evaluate",
+    "steering": ".steering.steering:Steering",
     "steering_dose_response": ".steering.steering_dose_response:SteeringDoseResponse",
     "steering_convergence": ".steering.steering_convergence:PushedStatesCases",
     "recurrent_feedback": ".recurrent.recurrent_feedback:RecurrentFeedback",

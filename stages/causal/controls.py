@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import comb
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ __all__ = [
     "CHANCE",
     "Null",
     "Side",
+    "by_sign",
     "chosen_at_random",
     "correlation",
     "interval",
@@ -238,6 +240,17 @@ def random_signs(differences: Any, count: int, *, seed: int) -> Floats:
     signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=(count, values.shape[-1]))
     means: Floats = np.moveaxis(values @ signs.T, -1, 0) / values.shape[-1]
     return means
+
+
+def by_sign(values: Any) -> float:
+    """p-value of a one-sided sign test: probability that a fair coin gives as many positive values.
+
+    Arguments:
+        values: One difference per prompt.
+    """
+    # Exact binomial tail: no normal approximation, as there are few prompts.
+    count, positive = len(values), int((np.asarray(values) > 0).sum())
+    return float(sum(comb(count, k) for k in range(positive, count + 1)) / 2**count)
 
 
 def chosen_at_random(

@@ -8,10 +8,11 @@ with the unsteered one:
     M[l][o] = cos(baseline_o, steered_o)
 
 M[l][l] is taken right after the addition (candle-mi takes it before, where it is 1). Layers before l are
-unchanged, so M is 1 there. absorption.py decides from a row of M whether the perturbation was absorbed.
+unchanged, so M is 1 there. pushes/absorption.py decides from a row of M whether the perturbation was
+absorbed.
 
 Border: token ids and positions, no text. Effects on the answer are in effects.py, random directions in
-random_pushes.py; the planner shares work between runs. Torch is imported when it runs.
+pushes/random_pushes.py; the planner shares work between runs. Torch is imported when it runs.
 
 Axes: layer (where the vector is added), strength (factor of the vector), read_layer, hidden, rank.
 """

@@ -1,11 +1,15 @@
-"""Contrastive directions: difference of the mean states of two sets of tokens, and projections on it.
+"""Directions that tell two sets of states apart, and projections on them.
 
 A difference of means ("contrastive" direction; Rimsky et al. 2024, "Steering Llama 2 via Contrastive
 Activation Addition"; Marks and Tegmark 2023, "The Geometry of Truth": mass-mean probing) is the simplest
 probe, and the one whose direction best matches the effect of interventions. Projections are counted from the
 midpoint of the two means.
 
-Steering with such a direction: stages/causal/convergence.py, which uses the same arithmetic.
+`steering_direction` also has the other usual ones: the first principal component of the differences of
+contrast pairs (Zou et al. 2023, "Representation Engineering"), the weights of a logistic regression, and
+linear discriminant analysis (Fisher 1936). It is made of one part of the states and judged on the other.
+
+Steering with such a direction: stages/causal/pushes/steered_texts.py and stages/causal/convergence.py.
 
 Axes: layer, side ("positive", "negative"), token, hidden. Needs no model and no torch.
 """
@@ -13,7 +17,7 @@ Axes: layer, side ("positive", "negative"), token, hidden. Needs no model and no
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,11 +26,19 @@ from ...store.arrays import Array
 from ...store.errors import ShapeError, StageError
 from ...store.identity import model_of, require_same_model
 from ..corpus.state_cells import added, as_layers, by_layer, end_to_end, state_rows, token_labels
+from .probe import fit_linear
 
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["contrastive_direction", "difference_of_means", "projection_scores", "side_sums"]
+__all__ = [
+    "METHODS",
+    "contrastive_direction",
+    "difference_of_means",
+    "projection_scores",
+    "side_sums",
+    "steering_direction",
+]
 
 
 SIDES = ["positive", "negative"]
@@ -35,6 +47,11 @@ POSITIVE, NEGATIVE = 1, -1
 """Values that say which side a token belongs to; 0 excludes a token."""
 _NONE = 1e-10
 """Norm below which a difference of means counts as zero, and has no direction."""
+METHODS = ("mean", "pca", "logistic", "lda")
+"""Methods that make a direction of two sets of states, see `steering_direction`."""
+PENALTY = 0.01
+"""Penalty of the logistic regression on squared weights, relative to the mean loss per state; states are
+standardised."""
 
 
 @stage(
@@ -179,6 +196,162 @@ def projection_scores(states: xr.DataArray, contrast: xr.Dataset) -> xr.Dataset:
         for token_range, rows in state_rows(states.isel(layer=number)):
             score[number, token_range] = rows @ unit - midpoint
     return xr.Dataset({"score": (("layer", "token"), score)}, coords=token_labels(states))
+
+
+@stage(
+    version=1,
+    inputs={
+        "states": ("layer", "token", "hidden"),
+        "side": ("token",),
+        "pair": ("token",),
+        "held_out": ("token",),
+    },
+    outputs={
+        "unit": Output(("layer", "hidden"), "1", "direction towards the positive side, at length 1"),
+        "norm": Output(("layer",), "1", "length of the difference of the two means"),
+        "auc": Output(("layer",), "1", "share of pairs of held-out states in the right order along it"),
+        "n": Output(("part", "side"), "tokens", "states of each side"),
+    },
+    cells="layer",
+    memory=3.0,
+)
+def steering_direction(
+    states: xr.DataArray,
+    side: xr.DataArray,
+    pair: xr.DataArray,
+    held_out: xr.DataArray,
+    *,
+    method: str = "mean",
+) -> xr.Dataset:
+    """Direction from the negative to the positive states of each layer, and how it separates held-out ones.
+
+    Arguments:
+        states: [layer, token, hidden], any float dtype, lazy or not; the states with a side are in memory one
+            layer at a time.
+        side: int [token], 1 positive, -1 negative, 0 for tokens to exclude.
+        pair: int [token], number of the contrast pair; read by the method "pca" alone.
+        held_out: bool or int [token], whether a token is kept out of the direction, to judge it.
+        method: "mean", difference of the means; "pca", first principal component of the differences of pairs,
+            around zero; "logistic", weights of a logistic regression; "lda", the difference of the means
+            multiplied by the inverse of the covariance within sides.
+
+    Returns:
+        float64 unit [layer, hidden] and norm [layer] of the states that are not held out; auc [layer] of the
+        held-out ones, 0.5 for a direction that tells nothing, NaN without held-out states of both sides; n
+        int64 [part, side].
+
+    Raises:
+        ShapeError: Not one value per token, or another value than 1, -1 and 0 in `side`.
+        StageError: The method is unknown; a side has no states; the means are equal; or pairs are incomplete.
+        MissingExtra: Logistic regression without scikit-learn.
+    """
+    import xarray as xr
+
+    if method not in METHODS:
+        raise StageError(f"expected a method among {', '.join(METHODS)}, found {method!r}")
+    states = as_layers(states)
+    sides, out = _sides(states, side), np.asarray(held_out.values).astype(bool)
+    if len(out) != len(sides) or len(pair) != len(sides):
+        raise ShapeError(
+            f"expected pair and held_out with a value for each of the {len(sides)} tokens, found {len(pair)} "
+            f"and {len(out)}"
+        )
+    labelled = np.flatnonzero(sides)
+    states, sides, out = states.isel(token=labelled), sides[labelled], out[labelled]
+    for value, name in zip((POSITIVE, NEGATIVE), SIDES, strict=True):
+        if not (~out & (sides == value)).any():
+            raise StageError(
+                "a direction needs states of both sides that are not held out, found none on the "
+                f"{name} side; label some tokens with side {value} and held_out False"
+            )
+    fitted, fitted_pair = sides[~out], np.asarray(pair.values)[labelled][~out]
+    if method == "pca":
+        _require_pairs(fitted, fitted_pair)
+    results: dict[str, list[Any]] = {"unit": [], "norm": [], "auc": []}
+    for layer in states["layer"].values.tolist():
+        rows = states.sel(layer=layer).values.astype(np.float64)
+        contrast = rows[~out & (sides == POSITIVE)].mean(0) - rows[~out & (sides == NEGATIVE)].mean(0)
+        if (norm := float(np.linalg.norm(contrast))) <= _NONE:
+            raise StageError(
+                f"expected two sides that differ in every layer, found equal means at layer {layer}, which "
+                "have no direction; choose other tokens, or leave this layer out"
+            )
+        direction = _direction(method, rows[~out], fitted, fitted_pair, contrast)
+        unit = direction / np.linalg.norm(direction)
+        results["unit"].append(unit)
+        results["norm"].append(norm)
+        results["auc"].append(_auc(*(rows[out & (sides == value)] @ unit for value in (POSITIVE, NEGATIVE))))
+    counts = [[int((part & (sides == v)).sum()) for v in (POSITIVE, NEGATIVE)] for part in (~out, out)]
+    dims = {"unit": ("layer", "hidden"), "norm": ("layer",), "auc": ("layer",)}
+    return xr.Dataset(
+        {
+            **{name: (dims[name], np.array(values)) for name, values in results.items()},
+            "n": (("part", "side"), np.array(counts, np.int64)),
+        },
+        coords={"layer": states["layer"].values, "side": SIDES, "part": ["fitted", "held out"]},
+        attrs=model_of(states),
+    )
+
+
+def _direction(method: str, rows: Array, sides: Array, pair: Array, contrast: Array) -> Array:
+    """Direction of one layer, of any length, by one of METHODS.
+
+    Arguments:
+        method: Name of the method.
+        rows: States, float64 [token, hidden].
+        sides: Side of each state, 1 or -1.
+        pair: Number of the contrast pair of each state.
+        contrast: Difference of the means of the sides [hidden].
+    """
+    is_positive, direction = sides == POSITIVE, contrast
+    if method == "pca":
+        positive, negative = (rows[of][np.argsort(pair[of])] for of in (is_positive, ~is_positive))
+        direction = np.linalg.svd(positive - negative, full_matrices=False)[2][0]
+        # A principal component has no sign of its own.
+        direction = direction if direction @ contrast >= 0 else -direction
+    elif method == "logistic":
+        weight, _ = fit_linear(rows, is_positive.astype(np.int64), PENALTY, is_label=True)
+        direction = weight[0]
+    elif method == "lda":
+        within = np.concatenate([rows[of] - rows[of].mean(0) for of in (is_positive, ~is_positive)])
+        direction = np.linalg.solve(_shrunk_covariance(within), contrast)
+    return direction
+
+
+def _require_pairs(sides: Array, pair: Array) -> None:
+    """Raise StageError unless each number in `pair` has one positive and one negative state."""
+    positive, negative = (np.sort(pair[sides == value]) for value in (POSITIVE, NEGATIVE))
+    numbers = np.unique(pair)
+    if not (np.array_equal(positive, numbers) and np.array_equal(negative, numbers)):
+        raise StageError(
+            "the method 'pca' needs contrast pairs, one positive and one negative state with each number of "
+            f"`pair`, found {len(positive)} positive and {len(negative)} negative states with "
+            f"{len(numbers)} numbers; number the pairs, or take the method 'mean'"
+        )
+
+
+def _shrunk_covariance(rows: Array) -> Array:
+    """Covariance of centred rows [row, hidden], shrunk towards a multiple of the identity (Ledoit & Wolf
+    2004, "A well-conditioned estimator for large-dimensional covariance matrices", eq. 14)."""
+    n, width = rows.shape
+    covariance: Array = rows.T @ rows / n
+    scale = np.trace(covariance) / width
+    distance = (covariance**2).sum() - width * scale**2
+    # Mean squared error of the covariance of the rows, from their fourth moments.
+    error = ((rows**2).sum(1) ** 2).sum() / n**2 - (covariance**2).sum() / n
+    share = min(max(error / distance, 0.0), 1.0) if distance > 0 else 1.0
+    shrunk: Array = (1 - share) * covariance + share * scale * np.eye(width)
+    return shrunk
+
+
+def _auc(positive: Array, negative: Array) -> float:
+    """Share of pairs of a positive and a negative score in which the positive one is larger; ties count half.
+    NaN without scores of both sides."""
+    if not len(positive) or not len(negative):
+        return float("nan")
+    ordered = np.sort(negative)
+    below = [np.searchsorted(ordered, positive, side).sum() for side in ("left", "right")]
+    return float(sum(below) / (2 * len(positive) * len(negative)))
 
 
 def _sides(states: xr.DataArray, side: xr.DataArray) -> Array:

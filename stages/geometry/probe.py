@@ -29,7 +29,7 @@ from ...store.errors import ConfigError, MissingExtra, PromptError, ShapeError
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["FEWEST", "KINDS", "PENALTIES", "TARGETS", "probe"]
+__all__ = ["FEWEST", "KINDS", "PENALTIES", "TARGETS", "fit_linear", "probe"]
 
 
 KINDS = ("label", "number")
@@ -256,7 +256,9 @@ def _probe_layer(states: Array, examples: _Examples, settings: _Settings) -> dic
     probes = []
     for target in (examples.target, examples.shuffled):
         penalty = _best_penalty(states, target, examples, settings)
-        weight, bias = _fit(states[examples.train], target[examples.train], penalty, settings)
+        weight, bias = fit_linear(
+            states[examples.train], target[examples.train], penalty, is_label=settings.is_label
+        )
         probes.append((weight, bias))
         # A class that occurs only in the test part has no output, so its examples count as wrong.
         classes = np.unique(target[examples.train]) if settings.is_label else None
@@ -283,7 +285,7 @@ def _best_penalty(states: Array, target: Array, examples: _Examples, settings: _
         return max(settings.penalties)
     # From the largest: a later, smaller penalty must be strictly better.
     for penalty in sorted(settings.penalties, reverse=True):
-        weight, bias = _fit(states[fit], target[fit], penalty, settings)
+        weight, bias = fit_linear(states[fit], target[fit], penalty, is_label=settings.is_label)
         predicted = _predict(states[validation], weight, bias, classes)
         is_right = predicted == target[validation]
         score = float(is_right.mean()) if settings.is_label else float(_r2(target[validation], predicted))
@@ -292,17 +294,21 @@ def _best_penalty(states: Array, target: Array, examples: _Examples, settings: _
     return best_penalty
 
 
-def _fit(states: Array, target: Array, penalty: float, settings: _Settings) -> tuple[Array, Array]:
-    """Fit a linear probe on standardised states.
+def fit_linear(states: Array, target: Array, penalty: float, *, is_label: bool) -> tuple[Array, Array]:
+    """Fit a linear probe on standardised states: logistic regression for labels, ridge regression for
+    numbers.
 
     Arguments:
         states: float64 [example, hidden].
         target: Target of each example, [example].
         penalty: Penalty on the squared weights, relative to the mean loss per example.
-        settings: Parameters of the probe.
+        is_label: Whether targets are classes; else they are numbers.
 
     Returns:
         (weight [output, hidden], bias [output]) for states that are not standardised.
+
+    Raises:
+        MissingExtra: scikit-learn is not installed.
     """
     try:
         from sklearn.exceptions import ConvergenceWarning
@@ -316,7 +322,7 @@ def _fit(states: Array, target: Array, penalty: float, settings: _Settings) -> t
     spread = np.where(spread > 0, spread, 1.0)
     standardised = (states - mean) / spread
     n = len(target)
-    if settings.is_label:
+    if is_label:
         # scikit-learn's C multiplies the sum of losses; here the penalty is relative to their mean.
         model = LogisticRegression(C=1 / (penalty * n), max_iter=STEPS)
     else:

@@ -48,7 +48,8 @@ from mizarr.stages.causal.grids.patching_metrics import (
 )
 from mizarr.stages.causal.grids.tracing import CausalTracing
 from mizarr.stages.causal.knockout import EdgeKnockout, HeadKnockout
-from mizarr.stages.causal.random_pushes import RandomPushes
+from mizarr.stages.causal.pushes.random_pushes import RandomPushes
+from mizarr.stages.causal.pushes.steered_texts import SteeredTexts
 from mizarr.stages.causal.recurrence import RecurrentContinuation, Trial
 from mizarr.stages.causal.state_writes import RandomWrites, StateKnockout, StateSteering
 from mizarr.stages.causal.steering import DoseResponse
@@ -90,8 +91,17 @@ from mizarr.stages.forward.architectures.transformer import RopeConfig
 from mizarr.stages.forward.edges.layout import Layout as GraphLayout
 from mizarr.stages.forward.generation.continuations import GenerationSettings
 from mizarr.stages.forward.hooks.edge_interventions import Knockout, SetValue, Steer
-from mizarr.stages.forward.hooks.interventions import Add, AddAtPositions, Intervention, Replace, Scale, Zero
+from mizarr.stages.forward.hooks.interventions import (
+    Add,
+    AddAtPositions,
+    Clamp,
+    Intervention,
+    Replace,
+    Scale,
+    Zero,
+)
 from mizarr.stages.forward.hooks.spec import BoundSpec, Capture, HookSpec
+from mizarr.stages.forward.hooks.subspaces import LinearCondition, Subspace
 from mizarr.stages.forward.hooks.wants import Logits
 from mizarr.stages.forward.models.source import ModelSource
 from mizarr.stages.forward.passes.branches import Wanted
@@ -110,6 +120,15 @@ for _found in pkgutil.walk_packages(stages.__path__, "mizarr.stages."):
 
 VECTOR = np.arange(4, dtype=np.float32)
 MASK = np.eye(3, dtype=bool)
+PLACES = {
+    "positions": (0,),
+    "heads": (1,),
+    "neurons": (0,),
+    "experts": (0,),
+    "within": Subspace(VECTOR),
+    "where": LinearCondition(VECTOR),
+}
+"""Restrictions of an intervention to a part of an activation."""
 
 
 @dataclass(frozen=True)
@@ -122,19 +141,11 @@ class Pairwise:
 
 # An example of each class, and another value of each of its fields.
 INTERVENTIONS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
-    Replace: (
-        {"value": VECTOR},
-        {"value": VECTOR + 1, "positions": (0,), "heads": (1,), "neurons": (0,), "experts": (0,)},
-    ),
-    Add: (
-        {"value": VECTOR},
-        {"value": VECTOR + 1, "positions": (0,), "heads": (1,), "neurons": (0,), "experts": (0,)},
-    ),
-    Scale: (
-        {"factor": 2.0},
-        {"factor": 3.0, "positions": (0,), "heads": (1,), "neurons": (0,), "experts": (0,)},
-    ),
-    Zero: ({}, {"positions": (0,), "heads": (1,), "neurons": (0,), "experts": (0,)}),
+    Replace: ({"value": VECTOR}, {"value": VECTOR + 1, **PLACES}),
+    Add: ({"value": VECTOR}, {"value": VECTOR + 1, "relative_to": "norm", **PLACES}),
+    Scale: ({"factor": 2.0}, {"factor": 3.0, **PLACES}),
+    Zero: ({}, PLACES),
+    Clamp: ({"low": 1.0}, {"low": 0.5, "high": 2.0, **PLACES}),
     AddAtPositions: ({"vectors": [(1, VECTOR)]}, {"vectors": [(2, VECTOR)], "scale": 2.0}),
     Knockout: (
         {"edges": [(1, 0)]},
@@ -367,6 +378,19 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
     RandomFeaturePushes: (
         {**NAMED, **PUSHED, "feature": (0, 1)},
         {**OF_NAMED, **OF_PUSHED, "draw": 1, "feature": (0, 2)},
+    ),
+    SteeredTexts: (
+        {"chosen_on": (((1,), (2,), (3,)),), "scored_on": (((1,), (4,), (5,)),)},
+        {
+            "chosen_on": (((1,), (2,), (4,)),),
+            "scored_on": (((1,), (4,), (6,)),),
+            "layers": (0,),
+            "strengths": (2.0,),
+            "method": "pca",
+            "draws": 3,
+            "seed": 1,
+            "max_tokens": 3,
+        },
     ),
     CounterFactPatching: ({"pairs": (PAIR,)}, {"pairs": (replace(PAIR, fact=(2,)),), "block_size": 2}),
     FactualRouting: ({"pairs": (PAIR,)}, {"pairs": (replace(PAIR, fact=(2,)),), "block_size": 2}),

@@ -184,6 +184,7 @@ WITHOUT_CONTROLS: dict[str, dict[str, Any]] = {
     "ov_qk": {},
     "path_patching": {"tasks": ["copying"], "pairs": 6, "back": 0},
     "planning_in_poems": {},
+    "steering": {"pairs": 2, "layers": [1], "max_tokens": 1},
     "steering_convergence": {"strength_steps": 1},
 }
 

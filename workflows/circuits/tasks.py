@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from math import comb
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from ...stages.causal.controls import CHANCE
+from ...stages.causal.controls import CHANCE, by_sign
 from ...stages.causal.grids.patching_metrics import LogitDifference
 from ...stages.circuits.circuit import Circuit
 from ...stages.circuits.evaluation import CircuitValues, faithfulness
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from ...store import Store
     from ...store.arrays import Floats
 
-__all__ = ["FACTS", "NAMES", "CircuitWorkflow", "TaskWorkflow", "by_sign"]
+__all__ = ["FACTS", "NAMES", "CircuitWorkflow", "TaskWorkflow"]
 
 FACTS = "facts"
 """Name of the task made of pairs of facts: shipped facts of one relation, or those of `data`."""
@@ -285,11 +284,3 @@ class CircuitWorkflow(TaskWorkflow):
             f"each task; circuits were run on {count} held-out pairs. Control: random circuits of the same "
             f"size, grown from the logits down so that each of their edges has a path to the logits. {NAMES}"
         ).strip()
-
-
-def by_sign(values: Floats) -> float:
-    """p-value of a one-sided sign test: probability that a fair coin gives as many positive values. values:
-    [pair]."""
-    # Exact binomial tail: no normal approximation, as there are few pairs.
-    count, positive = len(values), int((np.asarray(values) > 0).sum())
-    return float(sum(comb(count, k) for k in range(positive, count + 1)) / 2**count)

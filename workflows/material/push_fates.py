@@ -1,6 +1,6 @@
 """Persistence of steering pushes over later layers in one prompt, compared with random pushes.
 
-Border: results of experiments; stages/causal/absorption.py defines when a push is absorbed.
+Border: results of experiments; stages/causal/pushes/absorption.py defines when a push is absorbed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...stages.causal.absorption import Fate, fates, label, share_left
 from ...stages.causal.convergence import cosine
+from ...stages.causal.pushes.absorption import Fate, fates, label, share_left
 from ..claim import Claim
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class PushFates:
             f"{self.text}, added after {after} at strength {times}: share of their largest distance from the "
             "undisturbed run that is left at the last layer"
         )
-        # Absorbed pushes keep less of their distance than random ones (stages/causal/absorption.py).
+        # Absorbed pushes keep less of their distance than random ones (stages/causal/pushes/absorption.py).
         return Claim.against(text, share_left(self.held.values()), random_shares, self.of, side="below")
 
     @property

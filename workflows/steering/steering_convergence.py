@@ -6,12 +6,12 @@ layers.
 The vector of a layer is the residual state of the prompt minus that of a counterpart prompt, at one position.
 It is added to the prompt's run at one layer at a time and at several strengths
 (stages/causal/convergence.py). Reported are the cosines with the undisturbed run by layer pushed and layer
-read, the outcome of each push (stages/causal/absorption.py defines "absorbed"), and the dependence on
+read, the outcome of each push (stages/causal/pushes/absorption.py defines "absorbed"), and the dependence on
 strength at one layer.
 
 The claim is about the share of its largest distance from the undisturbed run that a push keeps at the last
 layer. Controls are pushes of the same norm in random directions, at the same position, layers and strengths
-(stages/causal/random_pushes.py).
+(stages/causal/pushes/random_pushes.py).
 
 `feature` pushes along a feature of a dictionary instead: its decoder vector at each layer that it writes to,
 one layer at a time (stages/features/effects/pushes.py). Controls are other features of its layer, with the
@@ -35,11 +35,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import numpy as np
 
-from ...stages.causal.absorption import RETURNED, first_reached
 from ...stages.causal.controls import chosen_at_random
 from ...stages.causal.convergence import NEAR, PushedStates as Experiment, Pushes, best_layer
 from ...stages.causal.draws import Draws
-from ...stages.causal.random_pushes import RandomPushes
+from ...stages.causal.pushes.absorption import RETURNED, first_reached
+from ...stages.causal.pushes.random_pushes import RandomPushes
 from ...stages.corpus.positions import first_difference, position_of
 from ...stages.features.effects.pushes import FeaturePushes, RandomFeaturePushes
 from ...stages.logits.lens import format_probability, format_text

@@ -408,7 +408,7 @@ def part_of(activation: Tensor, point: HookPoint, place: GridPlace) -> Tensor:
     return activation[tuple(slice(None) if index is None else slice(index, index + 1) for index in indices)]
 
 
-def where(place: GridPlace, point: HookPoint) -> dict[str, tuple[int, ...] | None]:
+def where(place: GridPlace, point: HookPoint) -> dict[str, Any]:
     """Keyword arguments of an intervention that restrict it to a place.
 
     Arguments:

@@ -25,7 +25,7 @@ from ....store.arrays import Array
 from ....store.errors import InterventionError
 from ...causal.convergence import ContrastiveVectors, PromptTokens, PushedStates
 from ...causal.effects import array
-from ...causal.random_pushes import RandomPushes, Undisturbed
+from ...causal.pushes.random_pushes import RandomPushes, Undisturbed
 from ...forward.runs.experiment import CellLabels
 from ..dictionary import Dictionary
 from ..dictionary_experiment import DictionaryExperiment

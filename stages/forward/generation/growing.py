@@ -20,7 +20,7 @@ import numpy as np
 
 from ..architectures.points import HookPoint
 from ..hooks.edge_interventions import Edge, Knockout, SetValue, Steer, may_look_ahead
-from ..hooks.interventions import Add, AddAtPositions, Intervention, Replace, Scale, Zero
+from ..hooks.interventions import AddAtPositions, Intervention, Selective
 from ..hooks.spec import BoundSpec
 
 REPEATED_LAYERS = "layers are repeated, and each repetition would need keys and values of its own"
@@ -64,7 +64,7 @@ def _why_uncached(point: HookPoint, change: Any) -> str | None:
         positions = [position for position, _ in change.pairs]
     elif isinstance(change, Knockout | Steer | SetValue):
         positions = [position for edge in change.edges for position in edge if position is not None]
-    elif isinstance(change, Replace | Add | Scale | Zero):
+    elif isinstance(change, Selective):
         positions = list(change.positions or ())
         if may_look_ahead(point, change):
             return "may give weight to later positions"
@@ -92,7 +92,7 @@ def so_far(point: HookPoint, change: Intervention, length: int) -> Intervention 
     if isinstance(change, Knockout | Steer | SetValue):
         edges = tuple(edge for edge in change.edges if _exists(edge, length))
         return _shortened(change, len(edges) < len(change.edges), bool(edges), edges=edges)
-    if isinstance(change, Replace | Add | Scale | Zero):
+    if isinstance(change, Selective):
         return _at_existing_positions(point, change, length)
     return change
 

@@ -6,17 +6,19 @@ Importing this module does not import torch.
 
 Payloads are torch tensors, numpy arrays or lists of floats. They must be real, floating point and finite, and
 are cast to the dtype of the activation they change. ``positions``, ``heads`` and ``neurons`` restrict an
-intervention to a part of the tensor; negative positions count from the end. Interventions on attention edges
-are in edge_interventions.py.
+intervention to a part of the tensor; negative positions count from the end. ``within`` restricts it to a
+subspace of the activation vectors, ``where`` to positions at which a linear probe fires (subspaces.py).
+Interventions on attention edges are in edge_interventions.py.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +42,7 @@ from .payloads import (
     private_payload,
     select_positions,
 )
+from .subspaces import LinearCondition, Subspace
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -248,11 +251,11 @@ _CHOICES = {
     "neurons": _NEURON_AXES,
     "experts": _EXPERT_AXES,
 }
-"""Field of `_Selective` -> axes of a hook point on which its indices select."""
+"""Field of `Selective` -> axes of a hook point on which its indices select."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Selective(Intervention):
+class Selective(Intervention, ABC):
     """An intervention on all of an activation, or on selected positions, heads, neurons or experts."""
 
     positions: tuple[int, ...] | None = field(default=None, kw_only=True)
@@ -263,6 +266,11 @@ class _Selective(Intervention):
     """MLP neuron indices; None for every neuron."""
     experts: tuple[int, ...] | None = field(default=None, kw_only=True)
     """Expert indices; None for every expert."""
+    within: Subspace | None = field(default=None, kw_only=True)
+    """Subspace of the last axis in which the activation changes: x becomes x + P (f(x) - x), where f(x) is
+    the changed value and P the projection on the subspace. None for all of the axis."""
+    where: LinearCondition | None = field(default=None, kw_only=True)
+    """Linear probe of the last axis: x changes only where the probe fires at x. None for everywhere."""
 
     def __post_init__(self) -> None:
         for name in _CHOICES:
@@ -275,12 +283,44 @@ class _Selective(Intervention):
                         "out to mean all"
                     )
                 object.__setattr__(self, name, indices)
+        for name, kind in (("within", Subspace), ("where", LinearCondition)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise InterventionError(
+                    f"{type(self).__name__}: expected {name} to be a {kind.__name__}, found {shown(value)}; "
+                    f"write {name}=mizarr.{kind.__name__}(vector)"
+                )
 
     def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
         """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
         super().check(point, sizes)
         for axis, name, indices in self._selected(point, self.positions):
             check_indices(f"{type(self).__name__} at '{point}'", name, indices, sizes.get(axis))
+        for name in ("within", "where"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            self._require_vectors(point, name)
+            if value.width != (width := self.region(point, sizes)[-1]):
+                raise InterventionError(
+                    f"{type(self).__name__} at '{point}': expected {name}= of width {width}, the size of the "
+                    f"axis {point.dims[-1]!r} that is changed, found width {value.width}; make it from "
+                    "activations of this model at this hook point"
+                )
+
+    def _require_vectors(self, point: HookPoint, name: str) -> None:
+        """Raise InterventionError unless the point has one activation vector, its last axis, per position.
+
+        Arguments:
+            point: hook point of the intervention.
+            name: field that needs vectors, for the message.
+        """
+        if "position" not in point.dims[:-1]:
+            raise InterventionError(
+                f"{type(self).__name__} at '{point}': expected a hook point with a vector at each position "
+                f"for {name}=, found axes {list(point.dims)}; leave {name} out, or choose a point such as "
+                "'blocks.0.hook_resid_post'"
+            )
 
     def region(self, point: HookPoint, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of the activation slice selected by positions, heads, neurons or experts."""
@@ -332,13 +372,29 @@ class _Selective(Intervention):
                     return x
                 positions, payload_positions = tuple(indices), (axis, entries)
         if not self._selected(point, positions):
-            return self.change(x, payload_positions)
-        where = self._index(point, positions)
+            return self._changed(x, payload_positions)
+        index = self._index(point, positions)
         # The caller's tensor may already be captured, so it is never written to.
         changed = x.clone()
-        changed[where] = self.change(x[where], payload_positions)
+        changed[index] = self._changed(x[index], payload_positions)
         return changed
 
+    def _changed(self, part: Tensor, positions: PayloadPositions) -> Tensor:
+        """`change`, restricted to the subspace `within` and to where the probe `where` fires."""
+        if self.within is None and self.where is None:
+            return self.change(part, positions)
+        import torch
+
+        # bfloat16 has 8 bits: a projection computed in it would leave part of the direction behind.
+        wide = part.float() if part.dtype.itemsize < 4 else part
+        changed = self.change(wide, positions)
+        if self.within is not None:
+            changed = wide + self.within.component(changed - wide)
+        if self.where is not None:
+            changed = torch.where(self.where.holds(wide), changed, wide)
+        return changed.to(part.dtype)
+
+    @abstractmethod
     def change(self, part: Tensor, positions: PayloadPositions = None) -> Tensor:
         """The new value of the selected part.
 
@@ -347,11 +403,10 @@ class _Selective(Intervention):
             positions: (position axis of the payload, counted from its end; indices on it that belong to the
                 part); None for all.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, eq=False)
-class _WithPayload(_Selective):
+class _WithPayload(Selective):
     """A selective intervention with a tensor that broadcasts to the selected part."""
 
     value: Payload = PayloadField()
@@ -403,14 +458,37 @@ class Add(_WithPayload):
     """Add `value`, broadcast: a [hidden] vector is added at every position, or at `positions`."""
 
     is_positionwise: ClassVar[bool] = True
+    relative_to: Literal["norm"] | None = field(default=None, kw_only=True)
+    """Unit of `value`: "norm" for the norm (over the last axis) of the state that it is added to, so that 0.1
+    times a vector of norm 1 adds a tenth of the state's length; None for that of the activation."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.relative_to not in (None, "norm"):
+            raise InterventionError(
+                f"Add: expected relative_to to be 'norm' or None, found {self.relative_to!r}; leave it out "
+                "to add the tensor as it is"
+            )
+
+    def check(self, point: HookPoint, sizes: Mapping[str, int]) -> None:
+        """Raise InterventionError unless it can be applied at `point`, whose axes have these sizes."""
+        super().check(point, sizes)
+        if self.relative_to is not None:
+            self._require_vectors(point, "relative_to")
 
     def change(self, part: Tensor, positions: PayloadPositions = None) -> Tensor:
         """The selected part plus `value`, broadcast."""
-        return part + as_tensor(select_positions(self.payload, positions), part)
+        value = select_positions(self.payload, positions)
+        if self.relative_to is None:
+            return part + as_tensor(value, part)
+        # In float32: the squares of a norm overflow float16.
+        wide = part.float() if part.dtype.itemsize < 4 else part
+        norm: Tensor = wide.norm(dim=-1, keepdim=True)
+        return part + (norm * as_tensor(value, wide)).to(part.dtype)
 
 
 @dataclass(frozen=True, eq=False)
-class Scale(_Selective):
+class Scale(Selective):
     """Multiply by `factor`; attention patterns are not renormalised (use `Steer` for that)."""
 
     is_positionwise: ClassVar[bool] = True
@@ -427,7 +505,7 @@ class Scale(_Selective):
 
 
 @dataclass(frozen=True, eq=False)
-class Zero(_Selective):
+class Zero(Selective):
     """Set the activation to zero."""
 
     is_positionwise: ClassVar[bool] = True
@@ -435,6 +513,41 @@ class Zero(_Selective):
     def change(self, part: Tensor, positions: PayloadPositions = None) -> Tensor:
         """A zero tensor with shape, dtype and device of the selected slice."""
         return part.new_zeros(part.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Clamp(Selective):
+    """Limit every number of the activation, or every coefficient in the basis of `within`, to a range.
+
+    Equal limits set a coefficient: `Clamp(3.0, 3.0, within=direction)`.
+    """
+
+    is_positionwise: ClassVar[bool] = True
+    low: float | None = None
+    """Smallest value; None for no lower limit."""
+    high: float | None = None
+    """Largest value; None for no upper limit."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("low", "high"):
+            if (limit := getattr(self, name)) is not None:
+                object.__setattr__(self, name, finite(f"Clamp: {name}", limit))
+        if self.low is None and self.high is None:
+            raise InterventionError("Clamp: expected a limit low or high, found neither; give at least one")
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise InterventionError(
+                f"Clamp: expected low at most high, found low={self.low:g} and high={self.high:g}; "
+                "exchange them"
+            )
+
+    def change(self, part: Tensor, positions: PayloadPositions = None) -> Tensor:
+        """The selected part with every number, or every coefficient, within the limits."""
+        if self.within is None:
+            return part.clamp(self.low, self.high)
+        coefficients: Tensor = self.within.coefficients(part)
+        difference: Tensor = self.within.combined(coefficients.clamp(self.low, self.high) - coefficients)
+        return part + difference
 
 
 @dataclass(frozen=True, eq=False)

@@ -182,7 +182,8 @@ def finite(name: str, value: float) -> float:
 
 
 def payload_record(value: Any) -> Any:
-    """Record of a tensor or array for the key of a run, where a user-defined intervention has one as a field.
+    """Record of a value that is not plain, for the key of a run, where a user-defined intervention has one as
+    a field: a tensor, an array, or a value with a canonical form.
 
     Arguments:
         value: value of a field that is not plain JSON data.
@@ -190,6 +191,8 @@ def payload_record(value: Any) -> Any:
     Raises:
         TypeError: for a value that is no array either.
     """
+    if hasattr(value, "canonical"):
+        return value.canonical()
     if not hasattr(value, "shape"):
         raise TypeError(
             "expected plain values (numbers, text, lists, tuples, dicts with names as keys) or tensors, "
@@ -200,6 +203,8 @@ def payload_record(value: Any) -> Any:
 
 def plain_value(value: Any) -> Any:
     """A field of an intervention as plain JSON values; tensors and arrays as dtype, shape and digest."""
+    if hasattr(value, "canonical"):
+        return value.canonical()
     if hasattr(value, "shape"):
         return payload_identity(value)
     if isinstance(value, tuple | list):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mizarr.stages.causal.absorption import Fate, fate, first_reached, label, share_left
+from mizarr.stages.causal.pushes.absorption import Fate, fate, first_reached, label, share_left
 from mizarr.stages.forward.architectures.known import from_hf_config
 
 from ...conftest import TINY

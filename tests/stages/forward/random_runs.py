@@ -9,8 +9,17 @@ import torch
 
 from mizarr.stages.forward.architectures.points import BY_NAME, HookPoint
 from mizarr.stages.forward.hooks.edge_interventions import Knockout, SetValue, Steer
-from mizarr.stages.forward.hooks.interventions import Add, AddAtPositions, Intervention, Replace, Scale, Zero
+from mizarr.stages.forward.hooks.interventions import (
+    Add,
+    AddAtPositions,
+    Clamp,
+    Intervention,
+    Replace,
+    Scale,
+    Zero,
+)
 from mizarr.stages.forward.hooks.spec import HookSpec
+from mizarr.stages.forward.hooks.subspaces import LinearCondition, Subspace
 from mizarr.stages.forward.hooks.wants import Logits
 from mizarr.stages.forward.models.model import Model
 from mizarr.stages.forward.runs.run import Run
@@ -67,13 +76,27 @@ def draw_intervention(rng: random.Random, model: Model, point: HookPoint, length
         pairs = [(rng.randrange(length), torch.randn(sizes["hidden"], generator=generator)) for _ in range(2)]
         return AddAtPositions(pairs, scale=0.7)
     region = Zero(**where).region(point, sizes)
-    kind = rng.choice([Replace, Add, Scale, Zero])
+    if "position" in point.dims[:-1]:
+        where |= draw_direction(rng, region[-1], generator)
+    kind = rng.choice([Replace, Add, Scale, Zero, Clamp])
+    if kind is Clamp:
+        return Clamp(-0.5, rng.choice([None, 0.3]), **where)
     if kind is Scale:
         return Scale(rng.choice([0.0, 0.5, -1.5]), **where)
     if kind is Zero:
         return Zero(**where)
     shape = region if rng.random() < 0.5 else region[-1:]
+    if kind is Add and "within" in where and rng.random() < 0.5:
+        where |= {"relative_to": "norm"}
     return kind(torch.randn(shape, generator=generator), **where)
+
+
+def draw_direction(rng: random.Random, width: int, generator: torch.Generator) -> dict[str, Any]:
+    """No restriction, or a subspace, a condition or both."""
+    vectors = torch.randn(rng.randint(1, min(3, width)), width, generator=generator)
+    within = {"within": Subspace(vectors)}
+    where = {"where": LinearCondition(torch.randn(width, generator=generator), rng.uniform(-1, 1))}
+    return rng.choice([{}, {}, within, where, within | where])
 
 
 def draw_run(rng: random.Random, model: Model, prompt: list[int], shared: list[Any]) -> Run:

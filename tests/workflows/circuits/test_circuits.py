@@ -13,11 +13,11 @@ import pytest
 from scipy.stats import binomtest
 
 import mizarr
+from mizarr.stages.causal.controls import by_sign
 from mizarr.stages.circuits.circuit import Circuit
 from mizarr.stages.circuits.runs import CircuitRuns
 from mizarr.store.errors import ConfigError, PromptError
 from mizarr.workflows import build, compute
-from mizarr.workflows.circuits.tasks import by_sign
 from mizarr.workflows.subject import SPECIMEN_FOLDER as SPECIMEN
 from mizarr.workflows.views import Lines
 from tests.stages.forward.random_models import save_random_model

@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ...pipeline import Output
-from ...store.arrays import Array
-from ..forward.hooks.spec import HookSpec
-from ..forward.runs.experiment import CellLabels
-from ..forward.runs.run import Run
-from .controls import random_directions
-from .convergence import Pushes, cosine
-from .effects import array
+from ....pipeline import Output
+from ....store.arrays import Array
+from ...forward.hooks.spec import HookSpec
+from ...forward.runs.experiment import CellLabels
+from ...forward.runs.run import Run
+from ..controls import random_directions
+from ..convergence import Pushes, cosine
+from ..effects import array
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ..forward.architectures.architecture import Architecture
-    from ..forward.hooks.cache import HookCache
-    from ..forward.models.model import Model
+    from ...forward.architectures.architecture import Architecture
+    from ...forward.hooks.cache import HookCache
+    from ...forward.models.model import Model
 
 __all__ = ["RandomPushes", "Undisturbed"]
 

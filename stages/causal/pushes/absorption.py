@@ -40,13 +40,13 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from ...store.arrays import Array
-from ..forward.architectures.points import HookPoint
+from ....store.arrays import Array
+from ...forward.architectures.points import HookPoint
 
 if TYPE_CHECKING:
     import xarray as xr
 
-    from ..forward.architectures.architecture import Architecture
+    from ...forward.architectures.architecture import Architecture
 
 __all__ = ["AWAY", "RETURNED", "Fate", "Word", "fate", "fates", "first_reached", "label", "share_left"]
 

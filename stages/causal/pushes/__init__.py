@@ -1,0 +1,1 @@
+"""Vectors added to the residual stream: steered texts, random pushes, and the absorption of pushes."""
