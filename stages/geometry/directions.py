@@ -27,6 +27,7 @@ from ...store.errors import ShapeError, StageError
 from ...store.identity import model_of, require_same_model
 from ..corpus.state_cells import added, as_layers, by_layer, end_to_end, state_rows, token_labels
 from .probe import fit_linear
+from .separation import auroc, oracle_shrinkage
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -280,7 +281,7 @@ def steering_direction(
         unit = direction / np.linalg.norm(direction)
         results["unit"].append(unit)
         results["norm"].append(norm)
-        results["auc"].append(_auc(*(rows[out & (sides == value)] @ unit for value in (POSITIVE, NEGATIVE))))
+        results["auc"].append(auroc(rows[out] @ unit, sides[out] == POSITIVE))
     counts = [[int((part & (sides == v)).sum()) for v in (POSITIVE, NEGATIVE)] for part in (~out, out)]
     dims = {"unit": ("layer", "hidden"), "norm": ("layer",), "auc": ("layer",)}
     return xr.Dataset(
@@ -314,7 +315,11 @@ def _direction(method: str, rows: Array, sides: Array, pair: Array, contrast: Ar
         direction = weight[0]
     elif method == "lda":
         within = np.concatenate([rows[of] - rows[of].mean(0) for of in (is_positive, ~is_positive)])
-        direction = np.linalg.solve(_shrunk_covariance(within), contrast)
+        covariance = within.T @ within / len(within)
+        shrinkage = oracle_shrinkage(covariance, *within.shape)
+        covariance *= 1 - shrinkage
+        covariance[np.diag_indices_from(covariance)] += shrinkage * np.square(within).mean()
+        direction = np.linalg.solve(covariance, contrast)
     return direction
 
 
@@ -328,30 +333,6 @@ def _require_pairs(sides: Array, pair: Array) -> None:
             f"`pair`, found {len(positive)} positive and {len(negative)} negative states with "
             f"{len(numbers)} numbers; number the pairs, or take the method 'mean'"
         )
-
-
-def _shrunk_covariance(rows: Array) -> Array:
-    """Covariance of centred rows [row, hidden], shrunk towards a multiple of the identity (Ledoit & Wolf
-    2004, "A well-conditioned estimator for large-dimensional covariance matrices", eq. 14)."""
-    n, width = rows.shape
-    covariance: Array = rows.T @ rows / n
-    scale = np.trace(covariance) / width
-    distance = (covariance**2).sum() - width * scale**2
-    # Mean squared error of the covariance of the rows, from their fourth moments.
-    error = ((rows**2).sum(1) ** 2).sum() / n**2 - (covariance**2).sum() / n
-    share = min(max(error / distance, 0.0), 1.0) if distance > 0 else 1.0
-    shrunk: Array = (1 - share) * covariance + share * scale * np.eye(width)
-    return shrunk
-
-
-def _auc(positive: Array, negative: Array) -> float:
-    """Share of pairs of a positive and a negative score in which the positive one is larger; ties count half.
-    NaN without scores of both sides."""
-    if not len(positive) or not len(negative):
-        return float("nan")
-    ordered = np.sort(negative)
-    below = [np.searchsorted(ordered, positive, side).sum() for side in ("left", "right")]
-    return float(sum(below) / (2 * len(positive) * len(negative)))
 
 
 def _sides(states: xr.DataArray, side: xr.DataArray) -> Array:

@@ -19,9 +19,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...store.arrays import Array, Bools, Floats
+from ..geometry.separation import auroc
 from .logistic import sigmoid
 
-__all__ = ["MEASURES", "RESAMPLES", "auroc", "measure", "swapped_differences"]
+__all__ = ["MEASURES", "RESAMPLES", "measure", "swapped_differences"]
 
 MEASURES = ("auroc", "recall", "brier", "calibration_error")
 """Names of the measures, in the order in which `measure` returns them."""
@@ -31,17 +32,6 @@ RESAMPLES = 500
 """Number of bootstrap resamples of an interval."""
 AT_ONCE = 1 << 20
 """Largest number of weights, resamples times examples, in memory at once."""
-
-
-def auroc(score: Array, label: Bools) -> float:
-    """Area under the ROC curve; NaN without positive or without negative examples.
-
-    Arguments:
-        score: score of each example, [example].
-        label: whether each is positive, [example].
-    """
-    false_rate, true_rate = _Scores(score, label).rates(np.ones((1, len(score))))
-    return float(np.trapezoid(true_rate[0], false_rate[0]))
 
 
 def measure(

@@ -30,8 +30,9 @@ from ...store.errors import ConfigError, ShapeError
 from ...store.identity import model_of, require_same_model
 from ..corpus.token_blocks import ahead, read_rows, token_ranges
 from ..geometry.row_moments import Moments
+from ..geometry.separation import auroc, oracle_shrinkage
 from .logistic import Blocks, Fit, fit_logistic
-from .measures import MEASURES, RESAMPLES, auroc, measure
+from .measures import MEASURES, RESAMPLES, measure
 from .pooling import POOLINGS
 from .splits import TEST, Examples
 
@@ -392,7 +393,7 @@ class _Layer:
                 within = moments.scatter - between * np.outer(contrast[model], contrast[model])
                 covariance = within / max(moments.n - 2, 1)
                 mean = covariance.trace() / self._rows.width
-                shrinkage = _oracle_shrinkage(covariance, moments.n, self._rows.width)
+                shrinkage = oracle_shrinkage(covariance, moments.n, self._rows.width)
                 covariance *= 1 - shrinkage
                 covariance[np.diag_indices_from(covariance)] += shrinkage * mean
                 weight[model] = np.linalg.solve(covariance, contrast[model])
@@ -411,19 +412,6 @@ def _class_means(blocks: Blocks, width: int, fit: Fit) -> tuple[Floats, Floats]:
     # A shuffled labelling may leave a class empty: its mean counts as the other's.
     positive, negative = sums / np.maximum(counts, 1)
     return positive - negative, (positive + negative) / 2
-
-
-def _oracle_shrinkage(covariance: Floats, n: int, width: int) -> float:
-    """Share of the identity in a shrunk covariance, "OAS" of Chen et al. 2010.
-
-    Arguments:
-        covariance: sample covariance, possibly in the span of few rows.
-        n: number of rows.
-        width: number of coordinates of the whole space.
-    """
-    squares, trace = float(np.square(covariance).sum()), float(covariance.trace())
-    excess = (n + 1 - 2 / width) * (squares - trace**2 / width)
-    return 1.0 if excess <= 0 else min(1.0, ((1 - 2 / width) * squares + trace**2) / excess)
 
 
 def _calibration(score: Floats, label: Array) -> tuple[float, float]:

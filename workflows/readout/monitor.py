@@ -23,7 +23,8 @@ import numpy as np
 from ...stages.causal.controls import Null
 from ...stages.forward.runs.duration import PassWork
 from ...stages.forward.text.prompts import check_prompts
-from ...stages.monitors.measures import RESAMPLES, auroc, measure, swapped_differences
+from ...stages.geometry.separation import auroc
+from ...stages.monitors.measures import RESAMPLES, measure, swapped_differences
 from ...stages.monitors.pooling import pooled_states
 from ...stages.monitors.probes import METHODS, probe_scores, train_probes
 from ...stages.monitors.splits import Examples

@@ -10,12 +10,11 @@ from mizarr import open_store
 from mizarr.pipeline import run
 from mizarr.stages.geometry.directions import (
     METHODS,
-    _auc,
-    _shrunk_covariance,
     contrastive_direction,
     side_sums,
     steering_direction,
 )
+from mizarr.stages.geometry.separation import auroc, oracle_shrinkage
 from mizarr.store.errors import ShapeError, StageError
 
 PAIRS, WIDTH, LAYERS = 60, 8, (1, 4)
@@ -85,13 +84,14 @@ def test_pca_is_the_first_eigenvector_of_the_pairs_differences():
     assert unit @ differences.mean(0) > 0
 
 
-def test_the_covariance_is_that_of_scikit_learn():
+def test_the_share_of_the_identity_is_that_of_scikit_learn():
     covariance = pytest.importorskip("sklearn.covariance")
     rows = np.random.default_rng(0).normal(size=(12, 30)) @ np.diag(np.arange(1, 31))
     rows -= rows.mean(0)
-    expected, share = covariance.ledoit_wolf(rows, assume_centered=True)
+    _, share = covariance.oas(rows, assume_centered=True)
     assert 0.05 < share < 0.95
-    np.testing.assert_allclose(_shrunk_covariance(rows), expected, rtol=1e-9)
+    # scikit-learn leaves out the terms in 2 / width of the paper.
+    assert oracle_shrinkage(rows.T @ rows / 12, 12, 30) == pytest.approx(share, rel=0.05)
 
 
 def test_lda_undoes_the_correlations_of_the_noise():
@@ -102,12 +102,13 @@ def test_lda_undoes_the_correlations_of_the_noise():
     assert aucs["lda"] >= aucs["mean"]
 
 
-def test_auc_counts_ordered_pairs():
+def test_auroc_counts_ordered_pairs():
     rng = np.random.default_rng(0)
     positive, negative = rng.integers(0, 5, 40).astype(float), rng.integers(-2, 4, 30).astype(float)
-    pairs = positive[:, None] - negative
-    assert _auc(positive, negative) == pytest.approx(((pairs > 0) + 0.5 * (pairs == 0)).mean())
-    assert np.isnan(_auc(positive, negative[:0]))
+    pairs, is_positive = positive[:, None] - negative, np.arange(70) < 40
+    expected = ((pairs > 0) + 0.5 * (pairs == 0)).mean()
+    assert auroc(np.concatenate([positive, negative]), is_positive) == pytest.approx(expected)
+    assert np.isnan(auroc(positive, np.ones(40, bool)))
 
 
 def test_a_direction_is_a_keyed_result_of_a_store(tmp_path):

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from mizarr.stages.monitors.measures import auroc, measure, swapped_differences
+from mizarr.stages.geometry.separation import auroc
+from mizarr.stages.monitors.measures import measure, swapped_differences
 from mizarr.stages.monitors.pooling import pooled_states
 from mizarr.store.errors import ConfigError, PromptError, ShapeError
 
