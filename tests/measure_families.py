@@ -25,12 +25,14 @@ from tests.stages.forward.literal_fla import MIXERS
 from tests.stages.forward.random_attending import ATTENDING
 from tests.stages.forward.random_encoders import ENCODERS, save_random_encoder
 from tests.stages.forward.random_gemmas import GEMMAS
+from tests.stages.forward.random_heads import classes
 from tests.stages.forward.random_hub_code import MADE, save_random_hub_code
 from tests.stages.forward.random_hybrids import HYBRIDS, save_random_hybrid
 from tests.stages.forward.random_models import FAMILIES, save_random_model
 from tests.stages.forward.random_rwkv import GENERATIONS
 
 DRAWS = 4
+CLASSES = classes()
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 HEAD = """# Model families
 
@@ -40,6 +42,10 @@ Models that look both ways fill in masks, and continue no text. Windows, soft ca
 `config.json` says so. Every family reads grouped queries, and rope plain, linear, dynamic, yarn, llama3 and
 longrope. `mizarr models families` prints the list, `mizarr models inspect MODEL` what was understood of a
 checkpoint.
+
+Other heads: classes of transformers without a language head that run as well, with the states and labels of
+transformers. base: final states. sequence: labels of a prompt, or one number such as a reward. token: labels
+of each token. encoder: the encoder alone.
 
 Points: hook points of a small model, and how many kinds they are of. Difference: of logits and of what
 comes out of every layer, from transformers {version} (eager, float32), as a share of the largest entry: the
@@ -56,6 +62,7 @@ COLUMNS = (
     "MLP",
     "attention",
     "embedding and head",
+    "other heads",
     "points",
     "difference",
 )
@@ -74,6 +81,15 @@ def reference_of(family: str) -> Callable[[Path, int], Any] | None:
     if family in test_towers.TOWERS:
         return lambda folder, seed: test_towers.save(folder, family, seed)
     return None
+
+
+def other_heads(family: str) -> str:
+    """Kinds of classes without a language head, as test_heads.py compares them with transformers."""
+    kinds = {
+        "encoder" if name.endswith("EncoderModel") else kind for of, kind, name in CLASSES if of == family
+    }
+    refused = {"sequence", "regression"} if family in PAIRS else {"regression"}
+    return ", ".join(kind for kind in ("base", "encoder", "sequence", "token") if kind in kinds - refused)
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -128,7 +144,8 @@ def main() -> None:
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     for name, family in KNOWN.items():
         model_type, *described = family.described.values()
-        lines.append(f"| {' | '.join([f'`{model_type}`', *described, *told_of(name)])} |")
+        cells = [f"`{model_type}`", *described, other_heads(name), *told_of(name)]
+        lines.append(f"| {' | '.join(cells)} |")
         print(lines[-1], file=sys.stderr)
     lengths = ", ".join(map(str, LENGTHS[:-1])) + f" and {LENGTHS[-1]}"
     PAGE.write_text(

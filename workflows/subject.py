@@ -273,8 +273,9 @@ class Subject:
     @cached_property
     def mask(self) -> int | None:
         """Id of the mask token of a masked language model; None for models that predict the next token, or
-        have no mask token."""
-        return None if self.config.predicts_next else self.tokenizer.mask_id
+        have no mask token or no language head."""
+        is_masked = self.config.head.kind == "vocabulary" and not self.config.predicts_next
+        return self.tokenizer.mask_id if is_masked else None
 
     def asked(self, prompt: str) -> str:
         """Prompt in the form that the model gets: for masked language models with a mask token appended,
@@ -308,7 +309,9 @@ class Subject:
 
     def read_at(self, ids: Sequence[int]) -> int:
         """Position whose logits predict the answer: that of the mask (in some models the position before it,
-        `Architecture.mask_shift`), or the last one. Raises ConfigError for several masks."""
+        `Architecture.mask_shift`), or the last one. Raises ConfigError for several masks, or for a model
+        without a language head."""
+        self.config.require_vocabulary()
         position = self._answer_position(ids)
         return max(position - self.config.mask_shift, 0) if ids[position] == self.mask else position
 
@@ -336,7 +339,8 @@ class Subject:
 
     def pieces_of_answers(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
         """Token ids of each answer after its prompt, for many (prompt, answer) pairs at once; see
-        `answer_pieces`."""
+        `answer_pieces`. Raises ConfigError for a model without a language head."""
+        self.config.require_vocabulary()
         if self.mask is not None:
             return [self._filled(prompt, answer) if answer else [] for prompt, answer in pairs]
         prompts = [prompt for prompt, _ in pairs]

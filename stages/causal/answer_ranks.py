@@ -69,7 +69,7 @@ class AnswerRanks(Experiment):
         """
         for _, answer, _ in self.prompts:
             # Refused while planning, before the model is loaded.
-            check_metrics((Rank(answer),), config.vocab_size)
+            check_metrics((Rank(answer),), config)
         return [{"prompts": [[list(ids), answer, at] for ids, answer, at in self.prompts]}]
 
     def runs(self, prepared: None, cell: CellLabels) -> Sequence[Run]:

@@ -91,7 +91,7 @@ def checked_layout(pairs: Sequence[Pair], alternative: str, config: Architecture
             raise StageError(
                 f"pair {number}: expected a metric of a single run, found Recovery; give the metric inside it"
             )
-        check_metrics([pair.metric], config.vocab_size)
+        check_metrics([pair.metric], config)
     units = {pair.metric.units for pair in pairs}
     if len(units) > 1:
         raise StageError(

@@ -118,8 +118,10 @@ def readout_from_files(
         dtype: Dtype in which the model computes; weights are rounded to it, as in the model.
 
     Raises:
+        ConfigError: The model has no language head.
         WeightsError: A tensor is missing or a file is incomplete.
     """
+    config.require_vocabulary()
     from ..forward.architectures.architecture import require_tied
 
     def take(weight: str) -> Array | None:
@@ -194,6 +196,7 @@ def _transformed(
         "unembed": ("head", ("vocab", "embedding")),
         "unembed_bias": ("head.bias", ("vocab",)),
     }
+    assert transform.eps is not None  # only transforms before labels have no norm
     data: dict[str, Any] = {}
     for name, (weight, axes) in dims.items():
         if (values := take(weight)) is not None:
@@ -232,6 +235,8 @@ def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
     from ...pipeline import Estimate, SourceNode
 
     config, tokenizer = files.architecture(), files.tokenizer()
+    # Looked up while the plan is made: a checkpoint without a head is an error before anything is computed.
+    config.require_vocabulary()
     identity = files.identity(dtype=dtype)
 
     def make() -> xr.Dataset:
@@ -244,7 +249,6 @@ def readout_node(files: ModelFiles, *, dtype: str = "float32") -> SourceNode:
         "tokenizer": "ids" if tokenizer is None else tokenizer.digest,
         "dtype": dtype,
     }
-    # Looked up while the plan is made: a checkpoint without a head is an error before anything is computed.
     n_tokens, width = config.tensors.outside["head"].shape
     # The unembedding as float32. An estimate is bytes read, bytes written, peak memory.
     n_bytes = 4 * n_tokens * width

@@ -144,9 +144,11 @@ class Evaluate(ModelWorkflow):
         and with its controls.
 
         Raises:
-            ConfigError: for a masked language model, or without text to take means over.
+            ConfigError: for a masked language model or a model without a language head, or without text to
+                take means over.
         """
         settings, config = self.settings, self.subject.config
+        config.require_vocabulary()
         if not config.predicts_next:
             raise ConfigError(
                 f"evaluate: expected a model that predicts the next token, found {self.subject.name} "

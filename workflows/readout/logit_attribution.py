@@ -150,6 +150,7 @@ class LogitAttribution(ModelWorkflow):
         """Raises ConfigError for a model that normalises the residual stream itself, as such a stream is not
         the sum of layer outputs."""
         config = self.subject.config
+        config.require_vocabulary()
         if any(layer.norms == "of stream" for layer in config.layers):
             raise ConfigError(
                 "expected a residual stream that is the sum of the outputs of all layers, found "

@@ -86,17 +86,21 @@ def pass_times(name: str, revision: str | None = None, *, tokens: int = 16, pass
         MizarrError: of any kind that `Model.from_pretrained` raises.
     """
     from ...pipeline.memory import memory
+    from ...stages.forward.architectures.points import HookPoint
+    from ...stages.forward.hooks.spec import HookSpec
     from ...stages.forward.hooks.wants import LAST_LOGITS
     from ...stages.forward.models.model import Model
 
     with memory() as used:
         model, loaded = _timed(lambda: Model.from_pretrained(name, revision=revision, progress=False))
         size = min(tokens, model.config.context_length)
+        last = HookPoint.resid_post(model.config.num_layers - 1)
         ids = [number % model.config.vocab_size for number in range(size)]
 
         def run_pass() -> float:
-            # Reading one logit waits for the device: kernels on a GPU run asynchronously.
-            return float(model.forward(ids, want=LAST_LOGITS).logits[0, 0, 0])
+            # Reading one number waits for the device: kernels on a GPU run asynchronously.
+            cache = model.forward(ids, HookSpec().capture(last), want=LAST_LOGITS)
+            return float(cache[last].flatten()[0])
 
         seconds = [_timed(run_pass)[1] for _ in range(1 + passes)]
         weight_bytes = model.weight_bytes

@@ -109,6 +109,7 @@ class Generate(ModelWorkflow):
         settings = self.settings
         self.texts = settings.prompts or default_prompts(settings.model)
         self._require_fitting()
+        self.subject.config.require_vocabulary()
         if not self.subject.config.predicts_next:
             return self._denoising_nodes()
         ids = tuple(tuple(self._encoded(text).ids) for text in self.texts)

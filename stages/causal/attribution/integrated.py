@@ -119,7 +119,7 @@ class IntegratedGradients(Experiment):
         """
         config.require_gradients()
         objective_of(self.metric)
-        check_metrics((self.metric,), config.vocab_size)
+        check_metrics((self.metric,), config)
         if not self.prompt:
             raise PromptError(f"{self.name}: expected a prompt of at least one token, found none")
         if self.baseline and len(self.baseline) != len(self.prompt):

@@ -175,7 +175,7 @@ class Grid(Experiment):
 
     def check(self, config: Architecture) -> None:
         """Check that the fields fit a model; `cells` lists the errors."""
-        check_metrics(self.metrics, config.vocab_size)
+        check_metrics(self.metrics, config)
         if not self.has_corrupted and any(isinstance(metric, Recovery) for metric in self.metrics):
             raise StageError(
                 f"{self.name}: expected metrics other than Recovery, as there is no corrupted run to compare "

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from ....pipeline.parameters import parameter_record
 from ....store.arrays import Floats
 from ....store.errors import PromptError, StageError
 from .. import metrics
+
+if TYPE_CHECKING:
+    from ...forward.architectures.architecture import Architecture
 
 __all__ = [
     "KL",
@@ -376,17 +379,19 @@ class Custom(Metric):
         return value
 
 
-def check_metrics(run_metrics: Sequence[Metric], vocab_size: int) -> None:
-    """Check the metrics of an experiment against the model's vocabulary.
+def check_metrics(run_metrics: Sequence[Metric], config: Architecture) -> None:
+    """Check the metrics of an experiment against the model's logits: of its vocabulary, or of its labels.
 
     Arguments:
-        run_metrics: The metrics.
-        vocab_size: Number of tokens in the vocabulary.
+        run_metrics: The metrics; in a model with labels, the tokens that they name are numbers of labels.
+        config: Architecture of the model.
 
     Raises:
+        ConfigError: The model has no head.
         StageError: There are no metrics, or two have the same name.
         PromptError: A token is outside the vocabulary.
     """
+    config.require_head()
     if not run_metrics:
         raise StageError("expected at least one metric, found none; give for example metrics=(KL(),)")
     names = [metric.name for metric in run_metrics]
@@ -397,9 +402,11 @@ def check_metrics(run_metrics: Sequence[Metric], vocab_size: int) -> None:
             )
     for metric in run_metrics:
         for token in metric.named:
-            if not 0 <= token < vocab_size:
+            if not 0 <= token < config.n_logits:
+                noun = "token id" if config.head.kind == "vocabulary" else "label"
                 raise PromptError(
-                    f"metric {metric.name!r}: expected a token id from 0 to {vocab_size - 1}, found {token}"
+                    f"metric {metric.name!r}: expected a {noun} from 0 to {config.n_logits - 1}, found "
+                    f"{token}"
                 )
 
 

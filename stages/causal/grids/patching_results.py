@@ -168,9 +168,9 @@ def stack(parts: Sequence[xr.Dataset], axis: str) -> xr.Dataset:
 
 
 def as_vector(logits: Tensor) -> Floats:
-    """Logits [1, 1, vocab] of one position as a float64 array [vocab]."""
+    """Logits [1, 1, vocab] of one position, or [1, label] of one prompt, as a float64 array of one axis."""
     # float() first, as numpy has no bfloat16.
-    vector: Floats = logits[0, 0].detach().float().cpu().numpy().astype(np.float64)
+    vector: Floats = logits.flatten(0, -2)[0].detach().float().cpu().numpy().astype(np.float64)
     return vector
 
 

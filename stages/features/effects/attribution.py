@@ -207,7 +207,7 @@ class FeatureAttribution(PromptPairExperiment):
             ConfigError: The model has no backward pass.
         """
         config.require_gradients()
-        check_metrics((self.metric,), config.vocab_size)
+        check_metrics((self.metric,), config)
         objective_of(plain(self.metric))
         in_range(f"{self.name}, at", "position", (self.at,), len(self.corrupted))
         return [{}]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -26,11 +26,13 @@ from .points import BY_NAME, STATE_ROOMS, HookPoint
 
 __all__ = [
     "BESIDE",
+    "LANGUAGE",
     "UNLIMITED",
     "Architecture",
     "AttentionSpec",
     "AxisSizes",
     "FinalNorm",
+    "HeadSpec",
     "HeadTransform",
     "Reach",
     "Stored",
@@ -53,6 +55,11 @@ also later positions, or all."""
 LENT = ("frequencies", "relative", "relative_norm", "relative_norm.bias")
 """Names of weights that a checkpoint stores once, outside of the layers, and that every layer uses: the
 frequencies of rope, and the table of relative positions with its norm."""
+_WITHOUT = (
+    "ask about its states and attention, which need no language head: capture its hook points, or run the "
+    "workflows probe, attention_patterns, head_detection or composition"
+)
+"""What can be asked of a model without a language head, for messages."""
 BESIDE = "beside."
 """Prefix of the names of weights outside of the layers that compute Gemma 3n's parallel residual streams and
 per-layer inputs (layer_parts.py)."""
@@ -125,6 +132,26 @@ class Tensors:
     decoder: tuple[int, str] | None = None
     """Encoder-decoders: number of the first decoder layer, and prefix of the tensors of decoder layers, in
     which "{}" stands for the layer's number within the decoder; None for other models."""
+
+    def under(self, prefix: str, stored: str) -> Tensors:
+        """Copy for a checkpoint whose names begin with another prefix.
+
+        Arguments:
+            prefix: Prefix of names here; names without it stay as they are.
+            stored: Prefix that the checkpoint has in its place.
+        """
+
+        def moved(name: str) -> str:
+            return stored + name.removeprefix(prefix) if name.startswith(prefix) else name
+
+        return replace(
+            self,
+            outside={weight: replace(item, name=moved(item.name)) for weight, item in self.outside.items()},
+            prefix=moved(self.prefix),
+            copies={moved(copy): moved(original) for copy, original in self.copies.items()},
+            unread={moved(name) for name in self.unread},
+            decoder=self.decoder and (self.decoder[0], moved(self.decoder[1])),
+        )
 
     def in_layer(self, layer: int, weight: str) -> str:
         """Full name in the checkpoint of the tensor of a layer's weight.
@@ -200,16 +227,50 @@ class Tensors:
 
 
 @dataclass(frozen=True)
+class HeadSpec:
+    """What a model computes from its final states: logits of the vocabulary, logits of labels, or nothing."""
+
+    kind: Literal["vocabulary", "labels", "none"] = "vocabulary"
+    """"vocabulary": a language head, causal or masked. "labels": a classifier; with one label a regression,
+    such as a reward. "none": a base model, which ends with its final states."""
+    labels: tuple[str, ...] = ()
+    """Name of each label, in the order of the logits; () for heads without labels."""
+    reads: Literal["each", "first", "last", "mean"] = "each"
+    """Which final states give logits: those of each position, of the first or of the last position, or their
+    mean over positions."""
+    padding: int | None = field(default=None, compare=False)
+    """Id of the padding token if the head reads the last position, which transformers counts without padding;
+    None if it has none. A prompt that ends with it is refused, so it changes no result."""
+    model_class: str = field(default="", compare=False)
+    """Class of the model in transformers, for messages; "" if config.json names none."""
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether a prompt has one vector of logits, instead of one per position."""
+        return self.reads != "each"
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """Axes of the logits of a batch of prompts."""
+        unit = "label" if self.kind == "labels" else "vocab"
+        return ("batch", unit) if self.is_pooled else ("batch", "position", unit)
+
+
+LANGUAGE = HeadSpec()
+"""A head over the vocabulary."""
+
+
+@dataclass(frozen=True)
 class HeadTransform:
-    """Transform before the language head of an encoder: dense layer, activation, and a norm of the kind
-    `Architecture.norm_type` (Devlin et al., BERT, 2019)."""
+    """Transform before the head of an encoder: dense layer, activation, and a norm of the kind
+    `Architecture.norm_type` (Devlin et al., BERT, 2019). BERT's pooler is one, without norm."""
 
     width: int
-    """Width of its output, which the language head reads."""
+    """Width of its output, which the head reads."""
     activation: str
     """Activation function of the dense layer's output: a key of `ACTIVATIONS` in networks/mlp.py."""
-    eps: float
-    """Epsilon of its norm."""
+    eps: float | None
+    """Epsilon of its norm; None without a norm, as before the labels of most classifiers."""
     has_bias: bool = True
     """Whether the dense layer has a bias."""
     has_norm_bias: bool = True
@@ -301,7 +362,9 @@ class Architecture(ABC):
     embedding_scale: float | None = None
     """Factor of the embeddings at entry to the residual stream; None for unscaled embeddings."""
     transform: HeadTransform | None = None
-    """Transform before the language head; None if the head reads the final norm."""
+    """Transform before the head; None if the head reads the final norm."""
+    head: HeadSpec = LANGUAGE
+    """What the model computes from its final states."""
     dropped_token: int | None = None
     """Id of the mask token in ESM models: its embedding is replaced by 0, and all other embeddings are
     rescaled by the share of mask tokens in the prompt; None for other models."""
@@ -386,9 +449,33 @@ class Architecture(ABC):
             head=0 if head is None else math.prod(head.shape),
         )
 
+    @property
+    def n_logits(self) -> int:
+        """Number of logits: tokens of the vocabulary, or labels; 0 for a model without head."""
+        return self.vocab_size if self.head.kind == "vocabulary" else len(self.head.labels)
+
+    def require_head(self) -> None:
+        """Raise ConfigError for a model without head, which computes no logits."""
+        if self.head.kind == "none":
+            raise ConfigError(f"expected a model that computes logits, found {self._shown_head}; {_WITHOUT}")
+
+    def require_vocabulary(self) -> None:
+        """Raise ConfigError unless the logits are those of the vocabulary, so that the model can be asked
+        about tokens."""
+        if self.head.kind != "vocabulary":
+            raise ConfigError(f"expected a model with a language head, found {self._shown_head}; {_WITHOUT}")
+
+    @property
+    def _shown_head(self) -> str:
+        """Class and head of a model, for messages about what it has no head for."""
+        n = len(self.head.labels)
+        head = "no head" if self.head.kind == "none" else f"a head for {n} label{'s' * (n > 1)}"
+        return f"{self.head.model_class or self.model_type}, which has {head}"
+
     def require_linear_head(self) -> None:
-        """Raise ConfigError unless logits are a linear map of the normalised stream, so that logits can be
-        attributed to components and tokens have directions in the stream."""
+        """Raise ConfigError unless logits of tokens are a linear map of the normalised stream, so that they
+        can be attributed to components and tokens have directions in the stream."""
+        self.require_vocabulary()
         if self.transform is not None:
             raise ConfigError(
                 "expected a model whose logits are a linear map of the normalised residual stream, found "
@@ -399,6 +486,7 @@ class Architecture(ABC):
     def require_next_token(self) -> None:
         """Raise ConfigError unless the model is a causal next-token predictor, so that each token of a text
         is the target of the prediction before it."""
+        self.require_vocabulary()
         if not self.predicts_next:
             raise ConfigError(
                 f"expected a model that predicts the next token, found {self.model_type}, in which every "
@@ -431,7 +519,7 @@ class Architecture(ABC):
     @property
     def predicts_next(self) -> bool:
         """Whether the logits at a position predict the next token and depend on no later one."""
-        return not self.looks_ahead
+        return not self.looks_ahead and self.head.kind == "vocabulary"
 
     @property
     def known_ids(self) -> int:
@@ -448,7 +536,7 @@ class Architecture(ABC):
     def continues(self) -> bool:
         """Whether the logits at the last position predict the token after the prompt, so that the model can
         generate text."""
-        return self.predicts_next or self.target_start is not None
+        return self.predicts_next or (self.target_start is not None and self.head.kind == "vocabulary")
 
     def reaches_from(self, tokens: Sequence[int], position: int) -> int:
         """First position of a prompt that a change at one position can affect, for a hook point whose `reach`

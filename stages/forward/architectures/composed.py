@@ -24,10 +24,12 @@ from typing import Any, ClassVar, Literal
 from ....store.digest import digest
 from ....store.errors import ConfigError
 from .architecture import (
+    LANGUAGE,
     UNLIMITED,
     Architecture,
     AxisSizes,
     FinalNorm,
+    HeadSpec,
     HeadTransform,
     Reach,
     Tensors,
@@ -48,7 +50,8 @@ _BEFORE_MIXERS = frozenset(("resid_pre", "altup_streams", "altup_predicted", "ln
 """Kinds of hook points whose values the mixers of the layer read."""
 _FINAL_NORM = ("ln_final_scale", "ln_final_normalized", "final_norm")
 _LAUREL = ("laurel_scale", "laurel_normalized", "laurel_out")
-_TRANSFORM = ("head_pre_act", "head_post_act", "head_scale", "head_normalized", "head_out")
+_TRANSFORM = ("head_pre_act", "head_post_act")
+_TRANSFORM_NORM = ("head_scale", "head_normalized", "head_out")
 
 
 @dataclass(frozen=True)
@@ -328,7 +331,9 @@ class ComposedArchitecture(Architecture):
     final_norm: FinalNorm | None = FinalNorm()
     """Norm before the language head; None if the head reads the residual stream without a norm."""
     transform: HeadTransform | None = None
-    """Dense layer, activation and norm before the language head; None if the head reads the final norm."""
+    """Dense layer, activation and norm before the head; None if the head reads the final norm."""
+    head: HeadSpec = LANGUAGE
+    """What the model computes from its final states: logits of the vocabulary or of labels, or nothing."""
     altup: AltUpSpec | None = None
     """Parallel streams of all layers (Gemma 3n); None for a single stream."""
     pair: PairSpec | None = None
@@ -348,14 +353,7 @@ class ComposedArchitecture(Architecture):
         the name of the language head without ".weight". ConfigError for encoder-decoders."""
         if self.pair is not None:
             super().under(root, head)  # raises ConfigError
-        parts = ("embed", "embed_norm", "positions", "final_norm", "layer")
-        paths = {part: getattr(self.spelling, part) for part in parts}
-        renamed = {
-            part: root + path.removeprefix("model.")
-            for part, path in paths.items()
-            if path.startswith("model.")
-        }
-        return replace(self, spelling=replace(self.spelling, **renamed, head=head))
+        return replace(self, spelling=replace(self.spelling, prefix=("model.", root), head=head))
 
     @property
     def target_start(self) -> int | None:  # type: ignore[override]
@@ -391,6 +389,8 @@ class ComposedArchitecture(Architecture):
         # Layers are listed once, as models with many equal layers would have very long keys.
         distinct = list(dict.fromkeys(self.blocks))
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "blocks"}
+        if self.head.kind == "vocabulary":
+            del values["head"]  # so that keys of language models say nothing of other heads
         return {name: plain(value) if is_dataclass(value) else value for name, value in values.items()} | {
             "blocks": [block.fields for block in distinct],
             "layers": [distinct.index(block) for block in self.blocks],
@@ -445,6 +445,7 @@ class ComposedArchitecture(Architecture):
             "embed",
             *(_FINAL_NORM if self.final_norm is not None else ()),
             *(_TRANSFORM if self.transform is not None else ()),
+            *(_TRANSFORM_NORM if self.transform is not None and self.transform.eps is not None else ()),
             *(("altup_merged",) if self.altup is not None else ()),
         )
         altup_in_layers = () if self.altup is None else self.altup.points
@@ -511,6 +512,12 @@ class ComposedArchitecture(Architecture):
         is_target_start = (token >= self.vocab_size for token in tokens)
         target_start = next((i for i, is_start in enumerate(is_target_start) if is_start), len(tokens))
         return position if position >= target_start else 0
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether runs can share the computation of their first layers; not with a head that reads the mean
+        over positions, which needs every position of a run."""
+        return self.head.reads != "mean"
 
     @property
     def lengths_must_match(self) -> bool:

@@ -19,6 +19,7 @@ from .attending.towers import TOWERS, read_tower, text_section
 from .described import described_attending
 from .families import model_type_of
 from .gemma3n_gemma4_families import GEMMAS
+from .heads import with_head
 from .hybrids.linear_families import KIN, LINEAR
 from .hybrids.mamba_families import HYBRIDS, FamilyReader
 from .hybrids.recurrent_families import RECURRENT
@@ -41,8 +42,8 @@ class KnownFamily:
     describe: Callable[[], Mapping[str, str]]
     """Function () -> the family's row in the table of families, column name -> text."""
     reads_tensors: bool = False
-    """Whether `reader` needs the tensor shapes, because config.json alone does not decide the
-    architecture."""
+    """Whether `reader` needs the tensor shapes, because config.json alone does not decide the architecture or
+    the prefix of its tensors."""
     reports_unread_keys: bool = False
     """Whether a warning lists the keys of a config.json that `reader` does not read."""
 
@@ -62,7 +63,8 @@ class KnownFamily:
             ConfigError: A key is missing, has the wrong type, contradicts another key, or asks for a feature
                 that is not implemented.
         """
-        return self.reader(by_own_names(config), shapes)
+        named = by_own_names(config)
+        return with_head(self.reader(named, shapes), named, shapes)
 
 
 _TYPES = {"layer_types": "layers_block_type"}

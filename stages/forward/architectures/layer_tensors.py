@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from .architecture import BESIDE, FinalNorm, HeadTransform, Stored, Tensors
+from .architecture import BESIDE, FinalNorm, HeadSpec, HeadTransform, Stored, Tensors
 from .layer_parts import CORRECTED_SCALE, AltUpSpec, LayerInputSpec, laurel_tensors
 from .linear_mixers import (
     GatedDeltaSpec,
@@ -197,16 +197,18 @@ class Spelling:
     """Names of the tensors of parts that mostly encoders have, such as token types and head transform."""
     is_transposed: bool = False
     """Whether attention and MLP weights are stored as [in, out] instead of [out, in]."""
-    block: str = "shared_transformer."
-    """Prefix of the tensors of a block that several layers share (Zamba)."""
-    after_block: str = "mamba_decoder."
-    """Prefix of the tensors of a layer's own mixer after a shared block (Zamba)."""
+    blocks: tuple[str, str] = ("shared_transformer.", "mamba_decoder.")
+    """Prefixes of the tensors of a block that several layers share, and of a layer's own mixer after it
+    (Zamba)."""
     ln_cross: str = ""
     """Name of the norm of cross-attention, which is set from `pair` in decoder layers."""
     pair: PairNames | None = None
     """Names of the tensors of an encoder-decoder's decoder; None for other models."""
     rwkv: RwkvNames = RwkvNames()
     """Names of the tensors of RWKV's time mix and channel mix."""
+    prefix: tuple[str, str] = ("", "")
+    """Prefix of names outside of the head, such as "model.", and what the checkpoint has in its place: "" in
+    files of a base model, a longer prefix in those of multimodal models."""
 
 
 LLAMA = Spelling(
@@ -260,6 +262,10 @@ class HybridShapes(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
+    def head(self) -> HeadSpec: ...
+    @property
+    def n_logits(self) -> int: ...
+    @property
     def norm_type(self) -> str: ...
     @property
     def norm_biases(self) -> str: ...
@@ -293,28 +299,12 @@ class HybridShapes(Protocol):
 
 def composed_tensors(config: HybridShapes) -> Tensors:
     """Map from an architecture's weights to the tensors of a checkpoint; the weight "head" is stored in the
-    tensor of the embedding if both are tied."""
+    tensor of the embedding if both are tied, and absent in a model without head."""
     c, spelling = config, config.spelling
     outside = _embeddings(c)
     if c.final_norm is not None:
         has_bias = _has_biased_norms(c) and c.final_norm.has_bias
         outside |= _norm("final_norm", spelling.final_norm, c, has_bias=has_bias)
-    head_input = c.hidden_size
-    if c.transform is not None:
-        outside |= _transform(c, c.transform)
-        head_input = c.transform.width
-    tied, factors = c.tie_word_embeddings, _one_factor(c.vocab_size, c.logit_factor)
-    untied_head = f"{spelling.head}.weight"
-    head = outside["embed"].name if tied else untied_head
-    outside["head"] = Stored(head, (c.vocab_size, head_input), factors=factors)
-    # Writers may store a tied head under its own name, too; it must then equal the embedding.
-    copies = {untied_head: head} if tied else {}
-    if c.has_head_bias:
-        untied_bias = spelling.encoder.own_head_bias or f"{spelling.head}.bias"
-        bias = (spelling.encoder.head_bias or untied_bias) if tied else untied_bias
-        shape = (c.vocab_size,) if spelling.pair is None else (1, c.vocab_size)
-        outside["head.bias"] = Stored(bias, shape, factors=factors)
-        copies |= {untied_bias: bias} if bias != untied_bias else {}
     if spelling.encoder.frequencies:
         # ESM-2 stores inv_freq of its rope, one per pair of entries.
         head_dim = c.blocks[0].mixers[0].axis_sizes["d_head"]
@@ -327,16 +317,51 @@ def composed_tensors(config: HybridShapes) -> Tensors:
     if (layer_input := c.blocks[0].layer_input) is not None:
         outside |= layer_input.outer_tensors(root, c.hidden_size, len(c.blocks))
     layers = [dict(_layer_tensors(c, block)) for block in c.blocks]
-    block_copies, unread = _copies_of_shared_blocks(c)
-    tensors = Tensors(outside, layers, spelling.layer, copies | block_copies)
+    copies, unread = _copies_of_shared_blocks(c)
     unread |= {name.format(layer) for name in spelling.unread for layer in range(len(c.blocks))}
     for layer, block in enumerate(c.blocks):
         unread |= {spelling.layer.format(layer) + name for name in _unread_in(block, spelling, c.altup)}
+    tensors = Tensors(outside, layers, spelling.layer, copies, unread)
     if (pair := spelling.pair) is not None:
         embeds = {f"{name}.weight": outside["embed"].name for name in pair.embeds}
         decoder = sum(block.cross is None for block in c.blocks), pair.layer
         tensors = replace(tensors, decoder=decoder, copies=copies | embeds)
-    return replace(tensors, unread=unread - tensors.shapes.keys())
+    tensors = tensors.under(*spelling.prefix)
+    head, head_copies = _head(c, tensors.outside["embed"].name)
+    tensors = replace(tensors, outside={**tensors.outside, **head}, copies={**head_copies, **tensors.copies})
+    return replace(tensors, unread=set(tensors.unread) - tensors.shapes.keys())
+
+
+def _head(config: HybridShapes, embed: str) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Tensors of the head and of the transform before it; none for a model without head.
+
+    Arguments:
+        config: The architecture.
+        embed: Name of the embedding's tensor, which a tied head shares.
+
+    Returns:
+        (name of a weight -> its tensor, name of an optional copy -> name of the original).
+    """
+    c, spelling = config, config.spelling
+    tensors: dict[str, Stored] = {}
+    copies: dict[str, str] = {}
+    if c.head.kind == "none":
+        return tensors, copies
+    width = c.hidden_size
+    if c.transform is not None:
+        tensors, width = _transform(c, c.transform), c.transform.width
+    tied, factors = c.tie_word_embeddings, _one_factor(c.n_logits, c.logit_factor)
+    untied_head = f"{spelling.head}.weight"
+    tensors["head"] = Stored(embed if tied else untied_head, (c.n_logits, width), factors=factors)
+    # Writers may store a tied head under its own name, too; it must then equal the embedding.
+    copies |= {untied_head: embed} if tied else {}
+    if c.has_head_bias:
+        untied_bias = spelling.encoder.own_head_bias or f"{spelling.head}.bias"
+        bias = (spelling.encoder.head_bias or untied_bias) if tied else untied_bias
+        shape = (c.n_logits,) if spelling.pair is None else (1, c.n_logits)
+        tensors["head.bias"] = Stored(bias, shape, factors=factors)
+        copies |= {untied_bias: bias} if bias != untied_bias else {}
+    return tensors, copies
 
 
 def _unread_in(block: _Block, spelling: Spelling, altup: AltUpSpec | None) -> Iterator[str]:
@@ -389,11 +414,12 @@ def _relative_table(config: HybridShapes) -> dict[str, Stored]:
 
 
 def _transform(config: HybridShapes, transform: HeadTransform) -> dict[str, Stored]:
-    """Name of a weight -> its tensor, for the dense layer and the norm before the language head of an
-    encoder."""
+    """Name of a weight -> its tensor, for the dense layer and the norm before the head of an encoder."""
     dense, norm = config.spelling.encoder.transform
     size, has_bias = (transform.width, config.hidden_size), transform.has_norm_bias
     tensors = dict(_linear("transform", dense, size, bias=transform.has_bias))
+    if transform.eps is None:
+        return tensors
     return tensors | _norm("transform_norm", norm, config, has_bias=has_bias, width=transform.width)
 
 
@@ -482,7 +508,7 @@ def _tensors_of_parts(config: HybridShapes, block: _Block) -> Named:
     if block.shared is not None:
         yield from _shared_block(block.shared, spelling, hidden)
         # In Zamba, the layer's own mixer is one module deeper if a shared block precedes it.
-        prefix = spelling.after_block
+        prefix = spelling.blocks[1]
         spelling = replace(spelling, ln1=prefix + spelling.ln1, mixer=prefix + spelling.mixer)
     has_bias = config.norm_biases == "in layers" or _has_biased_norms(config)
     if block.has_pre_norm:
@@ -656,7 +682,7 @@ def _shared_block(spec: SharedBlockSpec, spelling: Spelling, hidden: int) -> Nam
     """Yield name and checkpoint tensor of each weight of a shared block, and the layer's own projection of
     its output."""
     yield from (
-        (weight, replace(stored, name=f"{spelling.block}{stored.name}", layer=spec.source))
+        (weight, replace(stored, name=f"{spelling.blocks[0]}{stored.name}", layer=spec.source))
         for weight, stored in _in_shared_block(spec, spelling, hidden)
     )
     yield "shared.out", Stored("linear.weight", (hidden, hidden))

@@ -598,13 +598,13 @@ KINDS: tuple[HookKind, ...] = (
         "head_pre_act",
         "head.hook_pre_act",
         EMBEDDING,
-        "encoders: dense map before the LM head, before its activation",
+        "encoders: dense map before the head, before its activation",
     ),
     HookKind(
         "head_post_act",
         "head.hook_post_act",
         EMBEDDING,
-        "encoders: dense map before the LM head, after its activation",
+        "encoders: dense map before the head, after its activation",
     ),
     HookKind("head_scale", "head.hook_scale", SCALE, "encoders: divisor of the norm before the LM head"),
     HookKind(

@@ -149,7 +149,8 @@ def _spelling(shapes: TensorShapes, generation: Generation, source: str) -> Spel
     if f"{layer_0}attn.r_proj.weight" in shapes and generation == 7:
         is_fused = f"{layer_0}attn.x_x" in shapes
         return replace(FLA, rwkv=replace(FLA.rwkv, has_fused_mixes=is_fused))
-    if f"{HF.layer.format(0)}attention.key.weight" in shapes and generation < 7:
+    # Files of the base model lack the prefix.
+    if any(name.endswith("blocks.0.attention.key.weight") for name in shapes) and generation < 7:
         return HF
     if f"{NATIVE.layer.format(0)}att.key.weight" in shapes:
         return NATIVE

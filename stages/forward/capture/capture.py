@@ -174,7 +174,7 @@ class CaptureNode(Ports):
         with_scales(self.specs)
         if self.spec.gradients:
             lengths = self.tokens.row_size.tolist()
-            self.spec.require_objective().check(lengths, self.source.config.vocab_size)
+            self.spec.require_objective().check(lengths, self.source.config.n_logits)
 
     def __repr__(self) -> str:
         return f"CaptureNode({self.source.name}, {self.tokens!r}, {len(self.spec.captures)} captures)"
@@ -599,8 +599,11 @@ class CaptureNode(Ports):
                 "expected a HookSpec that captures something, found none; add "
                 ".capture('blocks.*.hook_resid_post')"
             )
+        if any(capture.point.kind == LOGITS for capture in spec.captures):
+            self.source.config.require_vocabulary()
         if spec.gradients:
             self.source.config.require_gradients()
+            self.source.config.require_head()
             spec.require_objective()
             for capture in spec.captures:
                 if not capture.is_gradient:

@@ -18,7 +18,7 @@ from ....store.errors import WeightsError, nearest
 from ....store.exchange.tensors import FLOATS
 from ..architectures.architecture import Architecture
 from .adapter import MERGE, Adapted, Adapter
-from .formats import stored_in
+from .formats import is_pickled, stored_in
 from .quantised.scheme import Dequantised, Scheme
 from .source import Renamed, Take, TensorEntry, TensorSource
 
@@ -69,6 +69,11 @@ class Checkpoint:
         """Shape of every tensor, by name."""
         return {name: entry.shape for name, entry in self.entries.items()}
 
+    @property
+    def is_pickled(self) -> bool:
+        """Whether the files are torch's pickles, whose tensors cannot be listed without torch."""
+        return is_pickled(self.files)
+
     def standing_in(self, config: Architecture) -> Checkpoint:
         """A checkpoint in which tensors have the names that an architecture reads.
 
@@ -86,7 +91,8 @@ class Checkpoint:
         """
         if self._adapted is None:
             return
-        embed, head = config.tensors.outside["embed"].name, config.tensors.outside["head"].name
+        ends = map(config.tensors.outside.get, ("embed", "head"))
+        embed, head = (None if stored is None else stored.name for stored in ends)
         # PEFT separates a tied embedding from the head when it trains one of them; one merged tensor cannot.
         for name in self._adapted.changes:
             if name not in config.tensors.shapes:

@@ -10,7 +10,7 @@ from .pickled import PickledFiles
 from .safetensors import SafetensorsFiles
 from .source import TensorSource
 
-__all__ = ["stored_in"]
+__all__ = ["is_pickled", "stored_in"]
 
 _FORMATS: dict[str, type[SafetensorsFiles] | type[PickledFiles] | type[GgufFiles]] = {
     ".bin": PickledFiles,
@@ -25,5 +25,14 @@ def stored_in(files: tuple[Path, ...]) -> TensorSource:
     Arguments:
         files: files in safetensors, torch.save's or GGUF format; the ending of the first one decides.
     """
+    return _format_of(files)(files)
+
+
+def is_pickled(files: tuple[Path, ...]) -> bool:
+    """Whether weight files are torch's pickles, whose tensors cannot be listed without torch."""
+    return _format_of(files) is PickledFiles
+
+
+def _format_of(files: tuple[Path, ...]) -> type[SafetensorsFiles] | type[PickledFiles] | type[GgufFiles]:
     # By the first file: `ModelFiles` lists files of one format only.
-    return _FORMATS.get(files[0].suffix if files else "", SafetensorsFiles)(files)
+    return _FORMATS.get(files[0].suffix if files else "", SafetensorsFiles)

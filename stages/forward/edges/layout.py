@@ -56,8 +56,10 @@ class Layout:
             config: architecture of the model.
 
         Raises:
-            ConfigError: for a model whose heads and MLPs do more than add to one residual stream.
+            ConfigError: for a model without a language head, or whose heads and MLPs do more than add to one
+                residual stream.
         """
+        config.require_vocabulary()
         for layer in range(config.num_layers):
             if (reason := _obstacle(config, layer)) is not None:
                 raise ConfigError(

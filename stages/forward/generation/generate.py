@@ -255,6 +255,7 @@ class TokenStream:
         require_recurrent(recurrent)
         self.settings = settings or GenerationSettings()
         self._model = model
+        model.config.require_vocabulary()
         if not model.config.continues:
             raise ConfigError(
                 f"generate: expected a model whose logits predict the next token, found {model.name}, whose "

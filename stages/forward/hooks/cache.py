@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....store.display import html
 from ....store.errors import HookPointNotFound, nearest
+from ..architectures.architecture import LANGUAGE, HeadSpec
 from ..architectures.points import BY_NAME, HookPoint, as_point
 from .spec import Capture, When, capture_name, split_gradient
 
@@ -32,23 +33,41 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
     """
 
     def __init__(
-        self, tokens: Sequence[Sequence[int]], logits: Tensor | None, captured: Mapping[Capture, Tensor]
+        self,
+        tokens: Sequence[Sequence[int]],
+        logits: Tensor | None,
+        captured: Mapping[Capture, Tensor],
+        head: HeadSpec = LANGUAGE,
     ) -> None:
         """Store the results of a pass.
 
         Arguments:
             tokens: token ids of each prompt.
-            logits: [batch, position, vocab], or the selected ones; None where the pass computed none.
+            logits: [batch, position, logit], or the selected ones; None where the pass computed none. Of a
+                head that gives one vector per prompt, only the first position is kept.
             captured: capture -> its tensor; those that share memory with an earlier one are copied.
+            head: what the model computes from its final states.
         """
+        self.head = head
+        """What the model computes from its final states."""
         self.tokens: list[list[int]] = [list(row) for row in tokens]
         """Token ids of each prompt."""
-        self._logits = logits
+        self._logits = logits if logits is None or not head.is_pooled else logits[:, 0]
         self._captured = _without_shared_memory(captured)
 
     @property
     def logits(self) -> Tensor:
-        """Logits [batch, position, vocab], or the selected positions and tokens; raises HookPointNotFound."""
+        """Logits [batch, position, vocab], or the selected positions and tokens; of a head with labels
+        [batch, position, label], or [batch, label] if it labels prompts.
+
+        Raises:
+            HookPointNotFound: the pass computed no logits.
+        """
+        if self._logits is None and self.head.kind == "none":
+            raise HookPointNotFound(
+                f"expected a model that computes logits, found {self.head.model_class or 'one'} without "
+                "head; capture its last states: HookSpec().capture('blocks.*.hook_resid_post')"
+            )
         if self._logits is None:
             raise HookPointNotFound(
                 "expected a pass that computed logits, found one with want=None; call model.forward(…, "
@@ -150,7 +169,7 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
                 )
             )
         if self._logits is not None:
-            rows.append(("logits", "", "", "batch, position, vocab", *_shape_and_dtype(self._logits)))
+            rows.append(("logits", "", "", ", ".join(self.head.dims), *_shape_and_dtype(self._logits)))
         lengths = ", ".join(map(str, sorted(set(self.lengths))))
         columns = ["hook point", "captured before or after interventions", "layers", "dims", "shape", "dtype"]
         caption = f"{len(self.tokens)} prompts of {lengths} tokens"
@@ -159,8 +178,9 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
     def to_xarray(self) -> xarray.Dataset:
         """Captures as one labelled dataset: a variable per hook point kind, half precision as float32.
 
-        Layers are stacked on a ``layer`` axis (time steps on a ``time`` axis). Layers at which a kind was not
-        captured are NaN where another kind has them.
+        The logits of all labels of a classifier are a variable, too, with the names of the labels. Layers are
+        stacked on a ``layer`` axis (time steps on a ``time`` axis). Layers at which a kind was not captured
+        are NaN where another kind has them.
         """
         import xarray as xr
 
@@ -168,6 +188,14 @@ class HookCache(Mapping[HookPoint | str, "Tensor"]):
         for capture, value in self._captured.items():
             by_variable.setdefault(capture.variable, {})[capture.point.layer] = value
         arrays = {name: _labelled(name, layers) for name, layers in by_variable.items()}
+        if (
+            (labels := self.head.labels)
+            and self._logits is not None
+            and self._logits.shape[-1] == len(labels)
+        ):
+            arrays["logits"] = xr.DataArray(
+                _as_numpy(self._logits), dims=self.head.dims, coords={"label": list(labels)}, name="logits"
+            )
         return xr.Dataset(arrays)
 
 

@@ -16,6 +16,8 @@ from ....store.errors import PromptError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..architectures.architecture import Architecture
+
 
 @dataclass(frozen=True)
 class Logits:
@@ -33,6 +35,34 @@ class Logits:
             is_range = name == "tokens" and isinstance(indices, range)
             if indices is not None and not is_range:
                 object.__setattr__(self, name, as_indices(indices, f"logits: {name}", PromptError))
+
+    def read(self, config: Architecture, length: int) -> Logits | None:
+        """This selection as the head of a model gives it: at its one position for a head that reads one; None
+        for a model without head.
+
+        Arguments:
+            config: architecture of the model.
+            length: tokens of the prompt.
+
+        Raises:
+            ConfigError: for chosen logits of a model without head.
+            PromptError: for positions of a head that gives one vector of logits per prompt.
+        """
+        head = config.head
+        if head.kind == "none":
+            if self.tokens is not None:
+                config.require_head()
+            return None
+        if not head.is_pooled:
+            return self
+        position = {"first": (0,), "last": (-1,)}.get(head.reads)
+        # The last position is what runs ask for if they name none.
+        if self.positions not in (None, (-1,), (length - 1,), position):
+            raise PromptError(
+                f"logits: expected no position, because {config.model_type} computes one vector of logits "
+                f"per prompt, found {list(self.positions or ())}; leave position= out"
+            )
+        return Logits(position, self.tokens)
 
     def check(self, length: int, vocab_size: int) -> None:
         """Raise PromptError for a position or token id out of range.

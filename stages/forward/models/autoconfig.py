@@ -23,11 +23,12 @@ from ..architectures.architecture import Architecture
 from ..architectures.attending import builders as build
 from ..architectures.composed import ComposedArchitecture
 from ..architectures.families import model_type_of, read_activation, refuse_unfollowed
+from ..architectures.heads import needs_tensors
 from ..architectures.known import KNOWN, KnownFamily
 from ..architectures.layer_tensors import LLAMA
 from ..architectures.mixers import QkNorm
 from ..architectures.transformer import ConfigReader, Norm
-from ..checkpoints.checkpoint import Files
+from ..checkpoints.checkpoint import Files, checkpoint_of
 from ..networks.weights import expected_tensors, read_shapes, unused_tensors
 
 REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -123,7 +124,8 @@ class CompatibilityReport:
 def architecture_of(raw: dict[str, Any], weight_files: Files, source: str = "config.json") -> Architecture:
     """Layers, sizes and hook points of a checkpoint, from config.json and, if needed, shapes of its tensors.
 
-    Shapes are read only for an unknown family, and for the few known families whose config leaves sizes open.
+    Shapes decide sizes that the config of an unknown family, or of a few known ones, leaves open; which head
+    a checkpoint has; and the prefix of its tensors.
 
     Arguments:
         raw: contents of config.json.
@@ -136,8 +138,9 @@ def architecture_of(raw: dict[str, Any], weight_files: Files, source: str = "con
     family = KNOWN.get(model_type_of(raw, source))
     if family is None:
         return report(raw, read_shapes(weight_files), source).require()
-    # Headers of pickled checkpoints can only be read with torch, which a plan should not import.
-    shapes = read_shapes(weight_files) if family.reads_tensors else {}
+    # Headers of pickled checkpoints can only be read with torch, which a plan imports only if it has to.
+    needs_shapes = family.reads_tensors or needs_tensors(raw) or not checkpoint_of(weight_files).is_pickled
+    shapes = read_shapes(weight_files) if needs_shapes else {}
     with _config_errors(source):
         return family.read(ConfigReader(raw, source), shapes)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from ..hooks.spec import BoundSpec, Capture
 from ..hooks.taps import EarlyStop, PassTaps, RunTaps
 from ..hooks.wants import ALL_LOGITS, Logits
 from ..networks.weights import is_finite
+
+if TYPE_CHECKING:
+    from ..architectures.architecture import Architecture
 
 __all__ = ["MASKED", "first_not_finite", "is_fit", "not_finite", "require_finite"]
 
@@ -35,6 +38,10 @@ class PassMaker(Protocol):
 
     name: str
     """Name of the model, for errors."""
+
+    @property
+    def config(self) -> Architecture:
+        """Architecture of the model."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -165,7 +172,8 @@ def first_not_finite(model: PassMaker, rows: Sequence[Sequence[int]], spec: Boun
     ids = torch.tensor([list(row) for row in rows], dtype=torch.long, device=model.device)
     logits = None
     with suppress(EarlyStop):
-        logits = model.tapped(ids, RunTaps(all_points, check), ALL_LOGITS, spec.order, check_finite=False)
+        want = ALL_LOGITS.read(model.config, len(rows[0]))
+        logits = model.tapped(ids, RunTaps(all_points, check), want, spec.order, check_finite=False)
     if not non_finite and logits is not None and not is_finite(logits):
         # Only the LM head is left, whose output no hook shows.
         return HookPoint.logits()

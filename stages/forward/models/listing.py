@@ -1,6 +1,6 @@
 """Lists the models on this machine: those that ship with mizarr, and those in the Hugging Face cache.
 
-Reads configs and file sizes only, and never imports torch.
+Reads configs, headers of weight files and file sizes only.
 """
 
 from __future__ import annotations

@@ -366,7 +366,8 @@ class Model:
             prompts: see `tokenize`.
             hooks: captures and interventions. A tensor of an intervention may have one row per prompt, in
                 their order, if all prompts have the same length.
-            want: logits to return; None runs neither the LM head nor layers after the last capture.
+            want: logits to return; None, and a model without head, runs neither a head nor layers after the
+                last capture.
             recurrent: layers to repeat. Captures are those of the last repetition; interventions apply in
                 each.
 
@@ -377,6 +378,7 @@ class Model:
         rows = self.tokenize(prompts)
         spec = self.bind(hooks)
         require_want(want)
+        want = self.read(want, rows)
         require_recurrent(recurrent)
         # One batch per length: positions of interventions are resolved against one length.
         groups: dict[int, list[int]] = defaultdict(list)
@@ -389,7 +391,8 @@ class Model:
             for length in groups
         }
         if spec.gradients:  # checked for all prompts before the first pass
-            spec.require_objective().check([len(row) for row in rows], self.config.vocab_size)
+            self.config.require_head()
+            spec.require_objective().check([len(row) for row in rows], self.config.n_logits)
         parts = []
         for length, group in groups.items():
             batch = [rows[row] for row in group]
@@ -400,7 +403,7 @@ class Model:
             parts.append((group, logits, captured))
         if len(parts) == 1:
             _, logits, captured = parts[0]
-            return HookCache(rows, logits, captured)
+            return HookCache(rows, logits, captured, self.config.head)
         longest = max(groups)
         captured = {
             capture: stack_ragged(
@@ -412,7 +415,26 @@ class Model:
             for capture in spec.captures
         }
         logits = _stack_logits([(group, part) for group, part, _ in parts], want, len(rows), longest)
-        return HookCache(rows, logits, captured)
+        return HookCache(rows, logits, captured, self.config.head)
+
+    def read(self, want: Logits | None, rows: Sequence[Sequence[int]]) -> Logits | None:
+        """A selection of logits as this model's head gives them (`Logits.read`); None for None.
+
+        Arguments:
+            want: the selection.
+            rows: token ids of the prompts.
+
+        Raises:
+            PromptError: for a prompt that ends with padding, if the head reads the last position:
+                transformers reads the last token before it.
+        """
+        padding = self.config.head.padding
+        if want is not None and padding is not None and any(row[-1] == padding for row in rows):
+            raise PromptError(
+                f"expected prompts that do not end with the padding token {padding} of {self.name}, whose "
+                "head reads the last token before padding, found one that does; leave these tokens out"
+            )
+        return None if want is None else want.read(self.config, max(map(len, rows)))
 
     def _run_with_gradients(
         self,
@@ -480,7 +502,7 @@ class Model:
         Returns:
             The wanted logits [prompt, position, token]; None where `want` is None.
         """
-        ids = to_device(torch.tensor(rows, dtype=torch.long), self.device)
+        ids, want = to_device(torch.tensor(rows, dtype=torch.long), self.device), self.read(want, rows)
         self.check(spec, want, batch=ids.shape[0], length=ids.shape[1])
         # A repeated layer reaches its hook points several times: a later value replaces an earlier one.
         last_values: dict[Capture, Tensor] = {}
@@ -588,8 +610,12 @@ class Model:
             NotFinite: if logits or captures contain NaN or infinity.
         """
         self.config.require_gradients()
+        self.config.require_head()
         self.require_all_weights("gradients")
-        ids = to_device(torch.tensor(rows, dtype=torch.long), self.device)
+        ids, want = (
+            to_device(torch.tensor(rows, dtype=torch.long), self.device),
+            self.read(want, rows) or want,
+        )
         self.check(spec, want, batch=ids.shape[0], length=ids.shape[1])
         logits, captured = backward(self.network, ids, spec, want, cotangent, memory, dropped)
         if not is_finite(logits):
@@ -622,6 +648,7 @@ class Model:
         metric_want = objective.want(numbers) if want is None else want
         # The tokens that the metric reads, at its one position.
         baseline_want = Logits((objective.at,), metric_want.tokens)
+        self.read(baseline_want, rows)  # refuses a position where the head has none
         clean = self._baselines([objective.baseline_of(number) for number in numbers], baseline_want)
         return self.backward(
             rows,
@@ -703,13 +730,13 @@ class Model:
             if not self.config.looks_ahead:
                 change.require_causal(point, length)
         if want is not None:
-            want.check(length, self.config.vocab_size)
+            want.check(length, self.config.n_logits)
 
     @plain_torch()
     def project_to_vocab(
         self, resid: Tensor, *, softcap: bool = True, tokens: Sequence[int] | None = None
     ) -> Tensor:
-        """Apply the final norm and the LM head to residual states.
+        """Apply the final norm and the head, of the vocabulary or of labels, to residual states.
 
         Arguments:
             resid: residual stream [..., hidden], not normalised.
@@ -723,7 +750,8 @@ class Model:
             ShapeError: if the last axis is not the width of the model.
         """
         want = Logits(tokens=None if tokens is None else tuple(tokens))
-        want.check(1, self.config.vocab_size)
+        self.config.require_head()
+        want.check(1, self.config.n_logits)
         if not isinstance(resid, Tensor) or resid.ndim < 1 or resid.shape[-1] != self.config.hidden_size:
             raise ShapeError(
                 f"expected residual states as a tensor [..., {self.config.hidden_size}], found "

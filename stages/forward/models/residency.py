@@ -84,10 +84,10 @@ def bytes_of(config: Architecture, itemsize: int) -> UnitBytes:
         )
     tensors = config.tensors
     outside = dict(tensors.outside)
-    embed, head = outside.pop("embed"), outside.pop("head")
+    embed, head = outside.pop("embed"), outside.pop("head", None)
     units: dict[Unit, int] = {EMBEDDING: _numbers(embed)}
     # A tied head is the embedding's tensor, under the same name.
-    if head != embed:
+    if head not in (embed, None):
         units[HEAD] = _numbers(head)
     always = {stored.name: _numbers(stored) for stored in outside.values()}
     # Computed and not read from a file, but as large as a learned table.

@@ -331,9 +331,10 @@ class StreamedWeights(Weights[Any]):
 
     @property
     def head(self) -> Unit:
-        """Which matrix `Window.get` reads for the LM head: `EMBEDDING` if the head is tied, else `HEAD`."""
+        """Which matrix `Window.get` reads for the LM head: `EMBEDDING` if the head is tied or absent, else
+        `HEAD`."""
         outside = self._files.config.tensors.outside
-        return EMBEDDING if outside["head"] == outside["embed"] else HEAD
+        return EMBEDDING if outside.get("head", outside["embed"]) == outside["embed"] else HEAD
 
     @property
     def embeds_whole(self) -> bool:

@@ -1,7 +1,8 @@
-"""The parts of a network outside of its layers, shared by all families: embedding, final norm, LM head.
+"""The parts of a network outside of its layers, shared by all families: embedding, final norm, head.
 
-Encoders have a transform before the LM head, after the final norm or instead of it (`HeadTransform`). The
-input of the LM head includes this transform in all methods here.
+Encoders have a transform before the head, after the final norm or instead of it (`HeadTransform`). The input
+of the head includes this transform in all methods here. A head of labels is computed like a language head; if
+it reads one position, `Logits.read` selects it.
 
 A subclass adds `embed`, `layer` and the norms of layers (`Network` in loop.py).
 
@@ -58,7 +59,8 @@ class Ends(Generic[Config, Layer]):
 
     @property
     def unembedding(self) -> Tensor:
-        """Matrix of the LM head [vocab, hidden], which may be the embedding."""
+        """Matrix of the head [logit, hidden], which may be the embedding. Raises ConfigError without head."""
+        self.config.require_head()
         head = self.weights.lm_head
         return self.weights.embed if head is None else head
 
@@ -76,12 +78,14 @@ class Ends(Generic[Config, Layer]):
             want: Which positions' logits are wanted; None for all positions.
         """
         config, norm, x = self.config, self.weights.final_norm, self._narrow(x)
-        if want is not None and not taps.touches(None, *BEFORE_HEAD):
+        is_mean = config.head.reads == "mean"
+        if want is not None and not is_mean and not taps.touches(None, *BEFORE_HEAD):
             # Without hook points, only the wanted positions are computed.
             return self.final_norm(want.at_positions(x))
         if norm is not None:
             normed = normalise(x, norm, config.norm_type, config.final_norm_eps, taps, "ln_final", None)
             x = taps("final_norm", None, normed)
+        x = x.mean(1, keepdim=True).expand_as(x) if is_mean else x
         if config.transform is not None:
             x = transformed(x, self.weights, config.transform, config.norm_type, taps)
         if taps.captures(None, LOGITS):

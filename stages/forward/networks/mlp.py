@@ -22,6 +22,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
     "relu2": lambda x: torch.relu(x).square(),
+    "tanh": torch.tanh,
 }
 """Name of an activation function (`MlpSpec.activation`) -> the function."""
 IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {

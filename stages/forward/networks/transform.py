@@ -1,4 +1,4 @@
-"""The transform before the LM head of an encoder: dense map, activation, norm (`HeadTransform`).
+"""The transform before the head of an encoder: dense map, activation, perhaps a norm (`HeadTransform`).
 
 Devlin et al., BERT, 2019, and its reference code.
 
@@ -30,7 +30,8 @@ BEFORE_HEAD = (
 def transformed(
     x: Tensor, weights: Weights[Any], shape: HeadTransform, norm_type: str, taps: Taps | None = None
 ) -> Tensor:
-    """Input of the LM head of an encoder, [..., embedding], from states [..., hidden]: norm(act(dense map)).
+    """Input of the head of an encoder, [..., embedding], from states [..., hidden]: norm(act(dense map)), or
+    act(dense map) in a transform without norm.
 
     Arguments:
         x: states after the final norm, if there is one.
@@ -40,10 +41,11 @@ def transformed(
         taps: hook points of the transform; None to compute it without them.
     """
     dense, norm, act = weights.transform, weights.transform_norm, ACTIVATIONS[shape.activation]
-    assert dense is not None  # models with a transform have both
-    assert norm is not None
+    assert dense is not None  # models with a transform have it
     x = product(x, dense.weight, dense.bias)
+    x = act(x) if taps is None else taps("head_post_act", None, act(taps("head_pre_act", None, x)))
+    if norm is None or shape.eps is None:
+        return x
     if taps is None:
-        return apply_norm(act(x), norm, norm_type, shape.eps)
-    x = taps("head_post_act", None, act(taps("head_pre_act", None, x)))
+        return apply_norm(x, norm, norm_type, shape.eps)
     return taps("head_out", None, normalise(x, norm, norm_type, shape.eps, taps, "head", None))

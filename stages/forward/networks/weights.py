@@ -307,16 +307,16 @@ def read_shared_once(take: Take, config: Architecture, cache: dict[str, Tensor] 
 
 
 def separate_head(take: Take, config: Architecture, table: Tensor | None = None) -> Tensor | None:
-    """Matrix of the LM head [vocab, hidden]; None if it is the embedding. A head that is the embedding times
-    a factor is a separate matrix.
+    """Matrix of the head [logit, hidden]; None if it is the embedding, or if the model has none. A head that
+    is the embedding times a factor is a separate matrix.
 
     Arguments:
         take: reads a tensor by its checkpoint name.
         config: the architecture.
         table: the embedding matrix, if already loaded.
     """
-    embed, head = config.tensors.outside["embed"], config.tensors.outside["head"]
-    if head == embed:
+    embed, head = config.tensors.outside["embed"], config.tensors.outside.get("head")
+    if head is None or head == embed:
         return None
     matrix = table if head.name == embed.name and table is not None else take(head.name)
     return scale_rows(matrix, head.factors)

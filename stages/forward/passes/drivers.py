@@ -18,7 +18,7 @@ from .branches import Wanted
 from .kept import Cache, read_on
 from .plain import forward
 from .planner import Block
-from .sweep import Result, sweep
+from .sweep import Result, one_by_one, sweep
 from .whole import WholePasses
 
 __all__ = ["Passes", "passes_over"]
@@ -76,7 +76,8 @@ class LayeredPasses:
     def __init__(self, network: Network) -> None:
         self.forward = partial(forward, network)
         self.read_on = partial(read_on, network)
-        self.sweep = partial(sweep, network)
+        # A head that reads the mean over positions needs each run in a row of its own.
+        self.sweep = partial(sweep if network.config.shares_prefixes else one_by_one, network)
 
 
 DRIVERS: dict[str, Callable[[Any], Passes]] = {"bridge": WholePasses}

@@ -17,17 +17,18 @@ from torch import Tensor
 from ....store.arrays import Ints
 from ..hooks.payloads import copy_payloads
 from ..hooks.spec import Capture
-from ..hooks.taps import EarlyStop
+from ..hooks.taps import EarlyStop, RunTaps
 from ..hooks.wants import Logits
 from ..networks.kernels.company import beside_others
 from ..networks.loop import Network, through_layers
 from .branch_taps import BranchTaps
 from .branches import Wanted
 from .forest import Forest, Row
+from .plain import forward
 from .planner import Block
 from .spread import BranchHistory
 
-__all__ = ["Result", "sweep"]
+__all__ = ["Result", "one_by_one", "sweep"]
 
 Result = tuple[int, Tensor | None, dict[Capture, Tensor]]
 """(index of a run, its logits [1, positions, tokens] or None, its captures)."""
@@ -65,6 +66,26 @@ def sweep(network: Network, block: Block, wanted: Sequence[Wanted], room: int) -
         yield index, run_logits, copy_payloads(captured) if is_shared else captured
 
 
+def one_by_one(network: Network, block: Block, wanted: Sequence[Wanted], room: int) -> Iterator[Result]:
+    """Compute each run of a block in a pass of its own, for models whose runs share nothing.
+
+    Arguments:
+        network: network of the model.
+        block: branches of the runs.
+        wanted: all runs of the plan.
+        room: unused; a pass takes the memory of one prompt.
+
+    Yields:
+        (index of a run, its logits [1, positions, tokens] or None, its captures).
+    """
+    for index in (index for branch in block.branches for index in branch.runs):
+        run = wanted[index]
+        captured: dict[Capture, Tensor] = {}
+        ids = torch.tensor([run.tokens], dtype=torch.long, device=network.device)
+        taps = RunTaps(run.spec, captured.__setitem__, stop_early=run.want is None)
+        yield index, forward(network, ids, taps, run.want), captured
+
+
 def _final_states(network: Network, history: BranchHistory, taps: BranchTaps) -> Tensor | None:
     """Run all layers; returns the stream after the final norm, [token, D], or None if no run needs it."""
     try:
@@ -98,7 +119,7 @@ def _logits_by_run(
             yield None
             start += 1
             continue
-        width = network.config.vocab_size if want.tokens is None else len(want.tokens)
+        width = network.config.n_logits if want.tokens is None else len(want.tokens)
         token_lists: list[Ints] = []
         stop, cost = start, 0
         while stop < len(runs) and _selects_same_tokens(wanted[runs[stop][1]].want, want):

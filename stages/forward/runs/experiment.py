@@ -365,7 +365,9 @@ class ExperimentNode(ResultNode):
                 return None
             for run in sketched:
                 spec = (run.hooks or HookSpec()).bind(config.hook_points, self.source.name)
-                resolved.append(Wanted(self._tokens(run), spec, run.want))
+                tokens = self._tokens(run)
+                want = None if run.want is None else run.want.read(config, len(tokens))
+                resolved.append(Wanted(tokens, spec, want))
         itemsize = DTYPES[self.source.dtype].itemsize
         return plan_runs(resolved, config, itemsize, self._budget)
 

@@ -67,8 +67,8 @@ def stream(
         memory: most bytes of activations, as a number or such as "2GiB"; None for 1 GiB.
 
     Yields:
-        (index in `runs`, result), in the order of completion. Logits are [1, position, token];
-        captures have a batch axis of length one.
+        (index in `runs`, result), in the order of completion. Logits are [1, position, token], or those of
+        labels (`HookCache.logits`); captures have a batch axis of length one.
 
     Raises:
         PromptError, HookPointNotFound, InterventionError: for an invalid run, before anything is computed.
@@ -81,7 +81,7 @@ def stream(
     planned = _planned(model, resolved, memory)
     for block in planned.blocks:
         for index, logits, captured in model.sweep(block, resolved, planned.room):
-            yield index, HookCache([list(resolved[index].tokens)], logits, captured)
+            yield index, HookCache([list(resolved[index].tokens)], logits, captured, model.config.head)
 
 
 def run(
@@ -162,5 +162,6 @@ def resolve(model: Model, run: Run) -> Wanted:
     # The planner runs forward only.
     refuse_gradients(spec, "the planner of runs")
     # batch=1: a payload with a row per prompt has no meaning for a single run.
-    model.check(spec, run.want, batch=1, length=len(tokens))
-    return Wanted(tuple(tokens), spec, run.want)
+    want = model.read(run.want, [tokens])
+    model.check(spec, want, batch=1, length=len(tokens))
+    return Wanted(tuple(tokens), spec, want)

@@ -52,6 +52,8 @@ class RunGroup:
     """Key of the stored dataset."""
     captures: tuple[Capture, ...]
     """Captures of each run, the same for all."""
+    tokens: tuple[int, ...] | range | None = None
+    """Numbers of the labels or tokens whose logits each run returns; None for all."""
 
 
 def stored(model: Model, resolved: Sequence[Wanted], store: Store, compute: Compute) -> dict[int, HookCache]:
@@ -100,7 +102,8 @@ def _split_into_groups(identity: str, resolved: Sequence[Wanted]) -> Iterator[Ru
         digests = [_run_digest(identity, run) for run in resolved[start:stop]]
         request = {**_shape(first_run), "runs": digests}
         key = ResultKey("runs", VERSION, request, {"model": identity})
-        yield RunGroup(tuple(range(start, stop)), key, first_run.spec.captures)
+        wanted = None if first_run.want is None else first_run.want.tokens
+        yield RunGroup(tuple(range(start, stop)), key, first_run.spec.captures, wanted)
         start = stop
 
 
@@ -119,10 +122,17 @@ def _publish_group(
     import xarray as xr
 
     arrays: dict[str, Any] = {}
+    coords: dict[str, Any] = {"run": np.arange(len(results))}
     if results[0].has_logits:
-        logits = torch.cat([result.logits for result in results])
+        logits, head = torch.cat([result.logits for result in results]), results[0].head
         attrs = {"units": "logits", "long_name": "next-token logits"}
-        arrays["logits"] = (("run", "want_position", "want_token"), _as_numpy(logits), attrs)
+        dims: tuple[str, ...] = ("run", "want_position", "want_token")
+        if head.kind == "labels":
+            attrs["long_name"] = "logits of labels"
+            dims = ("run", "label") if head.is_pooled else ("run", "want_position", "label")
+            chosen = range(len(head.labels)) if group.tokens is None else group.tokens
+            coords["label"] = [head.labels[number] for number in chosen]
+        arrays["logits"] = (dims, _as_numpy(logits), attrs)
     for number, capture in enumerate(group.captures):
         values = torch.cat([result.require(capture.point, when=capture.when) for result in results])
         dims = ("run", *(_axis_name(axis, number) for axis in capture.point.dims[1:]))
@@ -131,7 +141,6 @@ def _publish_group(
             _as_numpy(values),
             {"long_name": f"{capture.point}, {capture.when}"},
         )
-    coords = {"run": np.arange(len(results))}
     dataset = xr.Dataset(arrays, coords)
     note = {**source.provenance(), **took(), "bytes_written": int(dataset.nbytes)}
     store.put_result(group.key, dataset, provenance=note, confirm=source.check)
@@ -147,7 +156,10 @@ def _read_group(
         captured = {
             capture: _tensor(dataset, _variable_name(capture), row, model) for capture in group.captures
         }
-        yield index, HookCache([list(resolved[index].tokens)], logits, captured)
+        # Stored without the position axis where the head gives one vector of logits per prompt.
+        if logits is not None and model.config.head.is_pooled:
+            logits = logits[:, None]
+        yield index, HookCache([list(resolved[index].tokens)], logits, captured, model.config.head)
 
 
 def _shape(run: Wanted) -> dict[str, Any]:

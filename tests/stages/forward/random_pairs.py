@@ -32,8 +32,7 @@ def random_pair(kind: str, seed: int, folder: Path) -> Any:
     transformers = pytest.importorskip("transformers")
     drawn = random.Random(seed)
     torch.manual_seed(seed)
-    depth = (drawn.randint(1, 3), drawn.randint(1, 3))
-    family, settings = (_bart if kind in BARTS else _t5)(kind, drawn, depth)
+    family, settings = settings_of(kind, drawn)
     config = getattr(transformers, f"{family}Config")(**settings)
     head = "MTModel" if family == "Marian" else "ForConditionalGeneration"
     model = getattr(transformers, f"{family}{head}")(config).eval()
@@ -50,6 +49,12 @@ def random_pair(kind: str, seed: int, folder: Path) -> Any:
         model._keys_to_ignore_on_save = None
     model.save_pretrained(folder)
     return model
+
+
+def settings_of(kind: str, drawn: random.Random) -> tuple[str, dict[str, Any]]:
+    """Beginning of the names of a kind's classes, and a random configuration."""
+    depth = (drawn.randint(1, 3), drawn.randint(1, 3))
+    return (_bart if kind in BARTS else _t5)(kind, drawn, depth)
 
 
 def _t5(kind: str, drawn: random.Random, depth: tuple[int, int]) -> tuple[str, dict[str, Any]]:

@@ -94,9 +94,9 @@ def blind(family: str) -> Iterator[None]:
         yield
 
 
-def save(directory: Any, family: str, seed: int) -> Any:
-    """Write a random model; returns the reference, eager, float32."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
+def described(family: str, seed: int) -> Any:
+    """A random configuration of a model that also reads images."""
+    from transformers import AutoConfig
 
     text = text_of(family, seed)
     eyes = EYES | {"out_hidden_size": text["hidden_size"]}
@@ -105,13 +105,18 @@ def save(directory: Any, family: str, seed: int) -> Any:
         kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size")
         eyes = {key: EYES[key] for key in kept} | {"num_key_value_heads": 2, "head_dim": 8}
     tokens = {"image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": IMAGE + 1}
-    described = AutoConfig.for_model(
-        family, text_config=text, vision_config=eyes, pad_token_id=None, **tokens
-    )
-    described._attn_implementation = "eager"
+    made = AutoConfig.for_model(family, text_config=text, vision_config=eyes, pad_token_id=None, **tokens)
+    made._attn_implementation = "eager"
+    return made
+
+
+def save(directory: Any, family: str, seed: int) -> Any:
+    """Write a random model; returns the reference, eager, float32."""
+    from transformers import AutoModelForImageTextToText
+
     torch.manual_seed(seed)
     with blind(family):
-        model = AutoModelForImageTextToText.from_config(described).float().eval()
+        model = AutoModelForImageTextToText.from_config(described(family, seed)).float().eval()
     random_models.draw_weights(model)
     model.save_pretrained(directory)
     return model

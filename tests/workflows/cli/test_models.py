@@ -93,7 +93,10 @@ def test_families_lists_every_row_of_the_table_as_the_documentation_does(capsys)
         line = lines[model_type]
         start = f"| {' | '.join([f'`{model_type}`', *told])} |"
         assert line.startswith(start), "make families writes it anew"
-        points, apart = (cell.strip() for cell in line.removeprefix(start).removesuffix("|").split("|"))
+        heads, points, apart = (
+            cell.strip() for cell in line.removeprefix(start).removesuffix("|").split("|")
+        )
+        assert set(filter(None, heads.split(", "))) <= {"base", "encoder", "sequence", "token"}
         # As good as float32 gets, or what it is held against in words.
         assert not apart[0].isdigit() or (points and float(apart) <= 1e-5), model_type
     assert run(["models", "families"]) == 0

@@ -29,7 +29,7 @@ from ..families import (
     refuse_unfollowed,
 )
 from ..hybrids.mamba_families import checked
-from ..layer_tensors import LLAMA, Spelling
+from ..layer_tensors import LLAMA
 from ..mixers import AttentionSpec, ChannelMixerSpec, MixerSpec, MlpSpec
 from ..transformer import TRY_TRANSFORMERS, ActivationName, ConfigReader, RopeConfig
 
@@ -543,21 +543,6 @@ def position_table(
     positions, rows = (size - start_row, size) if counts_rows else (size, size + start_row)
     table = {"max_position_embeddings": positions, "position_rows": rows, "first_position": start_row}
     return PositionContext(default, rope=None, windows=windows, table=table | unknown)
-
-
-def rooted(spelling: Spelling, root: str, shapes: TensorShapes) -> Spelling:
-    """Tensor names with or without a prefix, as a checkpoint has them: files written by the base model,
-    without a language head, lack it.
-
-    Arguments:
-        spelling: Names with the prefix.
-        root: The prefix, such as "transformer.".
-        shapes: Shapes of the checkpoint's tensors by name; empty if they are not known.
-    """
-    if not shapes or any(name.startswith(root) for name in shapes):
-        return spelling
-    names = ("embed", "final_norm", "layer", "positions", "embed_norm")
-    return replace(spelling, **{name: getattr(spelling, name).removeprefix(root) for name in names})
 
 
 # -- the whole

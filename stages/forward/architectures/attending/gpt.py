@@ -48,7 +48,6 @@ GPTJ_SPELLING = replace(
     mlp_parts=("fc_in", "fc_out"),
     is_transposed=False,
 )
-ROOT = "transformer."
 
 
 def _four_times(config: ConfigReader) -> int:
@@ -85,7 +84,7 @@ def gpt1(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         eps=config.number("layer_norm_epsilon", 1e-5),
         final_norm=None,
         tied=True,
-        spelling=build.rooted(spelling, ROOT, shapes),
+        spelling=spelling,
     )
 
 
@@ -114,7 +113,7 @@ def gpt2(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         norm_type="layer",
         eps=config.number("layer_norm_epsilon", 1e-5),
         tied=True,
-        spelling=build.rooted(GPT2_SPELLING, ROOT, shapes),
+        spelling=GPT2_SPELLING,
     )
 
 
@@ -146,7 +145,7 @@ def gpt_bigcode(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitect
         norm_type="layer",
         eps=config.number("layer_norm_epsilon", 1e-5),
         tied=True,
-        spelling=build.rooted(replace(GPT2_SPELLING, is_transposed=False), ROOT, shapes),
+        spelling=replace(GPT2_SPELLING, is_transposed=False),
     )
 
 
@@ -199,7 +198,7 @@ def gpt_neo(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         norm_type="layer",
         eps=config.number("layer_norm_epsilon", 1e-5),
         tied=True,
-        spelling=build.rooted(spelling, ROOT, shapes),
+        spelling=spelling,
     )
 
 
@@ -272,7 +271,7 @@ def gpt_neox(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture
         parallel_norms=2 if config.flag("use_parallel_residual", True) else 0,
         norm_type="layer",
         eps=config.number("layer_norm_eps", 1e-5),
-        spelling=build.rooted(spelling, "gpt_neox.", shapes),
+        spelling=spelling,
     )
 
 

@@ -61,7 +61,7 @@ def opt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         # PyTorch's default; the config has no key for it.
         eps=1e-5,
         tied=True,
-        spelling=build.rooted(spelling, "model.", shapes),
+        spelling=spelling,
     )
 
 
@@ -188,7 +188,7 @@ def bloom(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         has_embedding_norm=True,
         eps=config.number("layer_norm_epsilon", 1e-5),
         tied=True,
-        spelling=build.rooted(BLOOM_SPELLING, "transformer.", shapes),
+        spelling=BLOOM_SPELLING,
     )
 
 
@@ -253,7 +253,7 @@ def mpt(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         norm_biases="none",
         eps=config.number("layer_norm_epsilon", 1e-5),
         tied=True,
-        spelling=build.rooted(spelling, "transformer.", shapes),
+        spelling=spelling,
     )
 
 
@@ -305,5 +305,5 @@ def falcon(config: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         norm_type="layer",
         eps=config.number("layer_norm_epsilon", 1e-5),
         tied=True,
-        spelling=build.rooted(spelling, "transformer.", shapes),
+        spelling=spelling,
     )

@@ -81,6 +81,8 @@ def text_section(reader: ConfigReader, shapes: TensorShapes) -> ConfigReader:
     section = reader.mapping("text_config")
     text = section or {key: value for key, value in raw.items() if key != "vision_config"}
     values: dict[str, Any] = {**text, "model_type": section.get("model_type", tower.text)}
+    # The head is that of the whole model, whatever class the section names.
+    values.pop("architectures", None)
     for key in tower.unread:
         if values.get(key) is not None:
             raise ConfigError(

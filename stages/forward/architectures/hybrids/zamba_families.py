@@ -76,7 +76,10 @@ def _zamba(reader: ConfigReader, shapes: TensorShapes) -> ComposedArchitecture:
         for layer, kind in enumerate(types)
     )
     return _config(
-        reader, blocks, Spelling(block="shared_transf."), reader.integer("max_position_embeddings", 4096)
+        reader,
+        blocks,
+        Spelling(blocks=("shared_transf.", "mamba_decoder.")),
+        reader.integer("max_position_embeddings", 4096),
     )
 
 

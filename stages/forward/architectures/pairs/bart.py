@@ -175,7 +175,7 @@ def _bart(
     if waves == "fairseq":
         padding = config.integer("pad_token_id", 1, least=0)
         offset = padding + 1
-    elif "model.encoder.embed_positions.weight" in shapes:
+    elif any(name.endswith("encoder.embed_positions.weight") for name in shapes):
         waves = None
     if waves is not None and hidden % 2:
         raise ConfigError(

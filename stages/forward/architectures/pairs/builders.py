@@ -15,7 +15,16 @@ from ..composed import ComposedArchitecture, LayerSpec
 from ..mixers import AttentionSpec, CrossAttentionSpec, MlpSpec, RelativeSpec
 from ..transformer import ConfigReader
 
-__all__ = ["PAIRS", "PairFamily", "TensorShapes", "family", "pair_layers", "require_complete", "token_id"]
+__all__ = [
+    "PAIRS",
+    "PairFamily",
+    "TensorShapes",
+    "encoder_alone",
+    "family",
+    "pair_layers",
+    "require_complete",
+    "token_id",
+]
 
 TensorShapes = Mapping[str, tuple[int, ...]]
 Build = Callable[[ConfigReader, TensorShapes], ComposedArchitecture]
@@ -67,9 +76,10 @@ def require_complete(config: ConfigReader, shapes: TensorShapes, cross_attention
         shapes: Shapes of the checkpoint's tensors by name; empty if they are not known.
         cross_attention: Name of a tensor of cross-attention, which a complete checkpoint must have.
     """
-    if shapes and cross_attention not in shapes:
+    # Files of a base model lack the prefix.
+    if shapes and not any(name.endswith(cross_attention.removeprefix("model.")) for name in shapes):
         raise ConfigError(
-            f"{config.source}: expected a checkpoint with encoder, decoder and LM head, found one without "
+            f"{config.source}: expected a checkpoint with encoder and decoder, found one without "
             f"the tensor {cross_attention!r}; for an encoder or a decoder alone, use backend='transformers', "
             "or --backend transformers"
         )
@@ -126,3 +136,16 @@ def pair_layers(
         )
         layers.append(LayerSpec((spec,), mlp, norms, cross=None if is_encoder else cross))
     return tuple(layers)
+
+
+def encoder_alone(model: ComposedArchitecture) -> ComposedArchitecture:
+    """The encoder of an encoder-decoder as a model of its own, whose prompts are plain sequences."""
+    pair, names = model.pair, model.spelling.pair
+    assert pair is not None  # the families of this folder set both
+    assert names is not None
+    layers = []
+    for block in model.blocks[: pair.encoder_layers]:
+        attention = (mixer for mixer in block.mixers if isinstance(mixer, AttentionSpec))
+        layers.append(replace(block, mixers=tuple(replace(mixer, part=None) for mixer in attention)))
+    spelling = replace(model.spelling, pair=None, final_norm=names.memory_norm, unread=())
+    return replace(model, blocks=tuple(layers), pair=None, spelling=spelling)

@@ -11,10 +11,11 @@ from typing import Any
 from .....store.errors import ConfigError
 from ..composed import ComposedArchitecture, PairSpec
 from ..families import read_activation
+from ..heads import class_name, is_encoder_class
 from ..layer_tensors import EncoderNames, PairNames, Spelling
 from ..mixers import AttentionSpec, MlpSpec, RelativeSpec
 from ..transformer import ActivationName, ConfigReader
-from .builders import TensorShapes, family, pair_layers, require_complete, token_id
+from .builders import TensorShapes, encoder_alone, family, pair_layers, require_complete, token_id
 
 __all__ = ["mt5", "t5", "umt5"]
 
@@ -76,7 +77,8 @@ def _t5(
         has_own_tables: Whether each layer has its own table of relative position biases, instead of one for
             the encoder and one for the decoder.
     """
-    require_complete(config, shapes, "decoder.block.0.layer.1.EncDecAttention.q.weight")
+    if not (is_encoder := is_encoder_class(class_name(config.raw))):
+        require_complete(config, shapes, "decoder.block.0.layer.1.EncDecAttention.q.weight")
     activation, is_gated = _feed_forward(config, defaults["feed_forward_proj"])
     hidden, heads = config.integer("d_model", 512), config.integer("num_heads", defaults["num_heads"])
     encoder = config.integer("num_layers", defaults["num_layers"])
@@ -91,7 +93,7 @@ def _t5(
         source = layer if has_own_tables else encoder if is_causal else 0
         return RelativeSpec(buckets, near, farthest, ("bias",), looks_back=is_causal, source=source)
 
-    return ComposedArchitecture(
+    model = ComposedArchitecture(
         model_type=config.raw["model_type"],
         hidden_size=hidden,
         vocab_size=config.integer("vocab_size", defaults["vocab_size"]),
@@ -109,6 +111,7 @@ def _t5(
         tie_word_embeddings="lm_head.weight" not in shapes,
         pair=PairSpec(encoder, token_id(config, "decoder_start_token_id", padding)),
     )
+    return encoder_alone(model) if is_encoder else model
 
 
 def _feed_forward(config: ConfigReader, default: str) -> tuple[ActivationName, bool]:

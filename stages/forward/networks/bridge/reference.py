@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .....store.errors import ConfigError, WeightsError
+from ...architectures.heads import class_name, needs_tensors
 from ..weights import is_finite
 
 if TYPE_CHECKING:
@@ -52,28 +53,33 @@ def chosen_class(raw: Mapping[str, Any]) -> tuple[str, bool]:
         raw: contents of config.json.
 
     Raises:
-        ConfigError: transformers lists the type neither as causal nor as masked language model.
+        ConfigError: transformers lists the type neither as causal nor as masked language model, or the class
+            is no language model.
     """
+    if needs_tensors(raw):
+        raise ConfigError(
+            f"expected a language model for backend='transformers', found the class {class_name(raw)}; leave "
+            "the backend out, as mizarr's own networks run base models and classifiers of known families"
+        )
     auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
     model_type = str(raw.get("model_type"))
     # Both tables: model_type -> name of a class.
     causal_classes = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     masked_classes = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     causal, masked = causal_classes.get(model_type), masked_classes.get(model_type)
-    architectures = raw.get("architectures")
-    class_name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    name = class_name(raw)
     if causal is None and masked is None:
         is_causal = dict.fromkeys(masked_classes.values(), False)
         is_causal |= dict.fromkeys(causal_classes.values(), True)
-        if class_name in is_causal and _config_type(class_name) == model_type:
-            return class_name, is_causal[class_name]
+        if name in is_causal and _config_type(name) == model_type:
+            return name, is_causal[name]
         raise ConfigError(
             f"expected a model_type that {witness()} lists as a causal or masked language model, found "
             f"{model_type!r}; choose a model of such a type"
         )
-    if causal is not None and class_name == causal:
+    if causal is not None and name == causal:
         return causal, True
-    if masked is not None and (class_name == masked or causal is None or raw.get("is_decoder") is not True):
+    if masked is not None and (name == masked or causal is None or raw.get("is_decoder") is not True):
         return masked, False
     return str(causal), True
 
