@@ -14,8 +14,8 @@ by width / k. The estimate is unbiased; the identity, which the residual connect
 of the projection because it would only add variance. Its spread over prompts covers both the prompts and the
 draws.
 
-A lens is a dataset: the fit of a prompt, of a segment of prompts and of a corpus have one form, and are joined
-by one function, `merged`. Its attributes say how it was fitted, in the words of the published files.
+A lens is a dataset: the fit of a prompt, of a segment of prompts and of a corpus have one form, and are
+joined by one function, `merged`. Its attributes say how it was fitted, in the words of the published files.
 
 Axes: layer (source), target_hidden (dimension of the last stream), hidden (dimension of the source), so that
 the product of `jacobian` and a stream over `hidden` transports the stream.
@@ -61,7 +61,7 @@ OUTPUTS: Mapping[str, Output] = {
 
 @dataclass(frozen=True, kw_only=True)
 class JacobianLensFit(Experiment):
-    """Jacobian lens of a model over a corpus of prompts, computed and stored a segment of prompts at a time."""
+    """Jacobian lens of a model over a corpus, computed and stored a segment of prompts at a time."""
 
     prompts: tuple[tuple[int, ...], ...]
     """Token ids of each prompt. Prompts without a counted position are left out."""
@@ -77,7 +77,7 @@ class JacobianLensFit(Experiment):
     """Seed of the random cotangents."""
     segment: int = 8
     """Prompts that are computed and stored together: a killed fit loses at most one segment."""
-    batch: int = field(default=8, compare=False)
+    batch: int = field(default=16, compare=False)
     """Cotangents per backward pass; changes speed and memory, and no number beyond rounding."""
 
     name: ClassVar[str] = "jacobian_lens_fit"
@@ -109,8 +109,8 @@ class JacobianLensFit(Experiment):
         for layer in self.layers:
             if not -last - 1 <= layer <= last or layer in (last, -1):
                 raise StageError(
-                    f"{self.name}: expected source layers in 0..{last - 1}, below the last layer {last}, which "
-                    f"the model itself reads, found {layer}; leave layers out for all of them"
+                    f"{self.name}: expected source layers in 0..{last - 1}, below the last layer {last}, "
+                    f"which the model itself reads, found {layer}; leave layers out for all of them"
                 )
         if not self.layers:
             raise StageError(
@@ -143,8 +143,8 @@ class JacobianLensFit(Experiment):
         prompts = self.counted()
         if not prompts:
             raise PromptError(
-                f"{self.name}: expected a prompt of at least {self.skip + 2} tokens, {self.skip} of which are "
-                f"skipped and the last not counted, found none among {len(self.prompts)} prompts cut off "
+                f"{self.name}: expected a prompt of at least {self.skip + 2} tokens, {self.skip} of which "
+                f"are skipped and the last not counted, found none among {len(self.prompts)} prompts cut off "
                 f"after {self.longest} tokens; give longer prompts or a smaller skip"
             )
         starts = range(0, len(prompts), self.segment)
@@ -180,7 +180,7 @@ class JacobianLensFit(Experiment):
         rows = np.eye(width, dtype=np.float32) if cotangents is None else cotangents
         jacobian: Array = (
             model.vector_jacobian_products(
-                ids, layers, torch.as_tensor(rows), range(self.skip, len(ids) - 1), rows=self.batch
+                ids, layers, torch.as_tensor(rows), range(self.skip, len(ids) - 1), together=self.batch
             )
             .cpu()
             .numpy()

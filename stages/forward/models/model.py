@@ -640,7 +640,7 @@ class Model:
         cotangents: Tensor,
         counted: range,
         *,
-        rows: int = 8,
+        together: int = 16,
         memory: int = MEMORY,
     ) -> Tensor:
         """Products of cotangents with the Jacobian of the last residual stream with respect to earlier ones.
@@ -651,7 +651,7 @@ class Model:
             cotangents: [cotangent, hidden].
             counted: consecutive positions that count as source and as target: the products are summed over
                 targets and averaged over sources (passes/jacobian.py).
-            rows: cotangents per backward pass; changes no number beyond rounding.
+            together: cotangents per backward pass; changes no number beyond rounding.
             memory: bytes for recorded activations.
 
         Returns:
@@ -668,7 +668,7 @@ class Model:
         (row,) = tokenize([ids], None, self.config, self.name)
         tokens = to_device(torch.tensor(row, dtype=torch.long), self.device)
         products = vector_jacobian_products(
-            self.network, tokens, layers, cotangents, counted, rows=rows, memory=memory
+            self.network, tokens, layers, cotangents, counted, together=together, memory=memory
         )
         if not is_finite(products):
             raise not_finite(self, [[row]], BoundSpec(), "the Jacobian of the last stream")

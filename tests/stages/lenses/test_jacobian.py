@@ -34,7 +34,7 @@ def corpus(
     lengths: tuple[int, ...] = (9, 5, 12, 7, 8, 10, 6), vocab: int = VOCAB
 ) -> tuple[tuple[int, ...], ...]:
     rng = np.random.default_rng(3)
-    return tuple(tuple(rng.integers(2, vocab, length).tolist()) for length in lengths)
+    return tuple(tuple(rng.integers(2, VOCAB, length).tolist()) for length in lengths)
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def test_products_are_what_small_changes_do_in_attention_and_in_recurrences(fami
     model = mizarr.Model.from_pretrained(str(tmp_path), dtype="float64")
     (ids,) = corpus((11,))
     layer, width, counted = model.config.num_layers - 2, model.config.axis_sizes["hidden"], range(3, 10)
-    found = model.vector_jacobian_products(ids, [layer], torch.eye(width), counted, rows=5, memory=memory)
+    found = model.vector_jacobian_products(ids, [layer], torch.eye(width), counted, together=5, memory=memory)
     wanted = literal(model, ids, layer, counted)
     np.testing.assert_allclose(found[0], wanted, rtol=0, atol=5e-3 * np.abs(wanted).max())
 
