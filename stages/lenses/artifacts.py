@@ -76,8 +76,8 @@ def read_lens(path: str | Path) -> xr.Dataset:
         shape = list(matrix.shape) if isinstance(matrix, torch.Tensor) else type(matrix).__name__
         if type(layer) is not int or layer < 0 or shape != [width, width] or not matrix.is_floating_point():
             raise WeightsError(
-                f"expected a matrix of {width} x {width} (d_model) numbers for each layer of the lens {path}, "
-                f"found {shape} for layer {layer!r:.20}; fetch the file again"
+                f"expected a matrix of {width} x {width} (d_model) numbers for each layer of the lens "
+                f"{path}, found {shape} for layer {layer!r:.20}; fetch the file again"
             )
     layers = sorted(matrices)
     jacobian = np.stack([matrices[layer].float().numpy() for layer in layers])
@@ -121,8 +121,8 @@ def write_lens(
     recorded = sorted({*lens.attrs, "n_prompts"} & set(metadata))
     if recorded:
         raise WeightsError(
-            f"expected metadata under names that the fit has not recorded, found {', '.join(recorded)}; leave "
-            "them out"
+            f"expected metadata under names that the fit has not recorded, found {', '.join(recorded)}; "
+            "leave them out"
         )
     jacobian = torch.as_tensor(lens["jacobian"].values).to(getattr(torch, dtype))
     if not bool(jacobian.isfinite().all()):
@@ -178,6 +178,6 @@ def require_fit(
             )
     if outside:
         raise WeightsError(
-            f"expected a lens of layers 0..{last - 1}, below the model's last layer, found layer {outside[0]}; "
-            "fit a lens on this model, or name the model of the lens"
+            f"expected a lens of layers 0..{last - 1}, below the model's last layer, found layer "
+            f"{outside[0]}; fit a lens on this model, or name the model of the lens"
         )

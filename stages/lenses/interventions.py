@@ -87,8 +87,8 @@ class SetCoordinates(Selective):
         allowed = [[shape[0]], [1, shape[0]], [n_positions, shape[0]]]
         if coordinates is not None and list(coordinates.shape) not in allowed:
             raise InterventionError(
-                f"SetCoordinates at '{point}': expected coordinates of shape {allowed[0]} or {allowed[2]}, one "
-                f"per vector or one per position and vector, found {list(coordinates.shape)}"
+                f"SetCoordinates at '{point}': expected coordinates of shape {allowed[0]} or {allowed[2]}, "
+                f"one per vector or one per position and vector, found {list(coordinates.shape)}"
             )
 
     def change(self, part: Tensor, positions: PayloadPositions = None) -> Tensor:
@@ -136,14 +136,14 @@ def exchange(
     tokens, rows = vectors["vocab"].values.tolist(), _rows(vectors)
     if len(tokens) != 2 or tokens[0] == tokens[1]:
         raise InterventionError(
-            f"exchange: expected the vectors of two different tokens, found those of the tokens {tokens}; pass "
-            "lens_vectors(lens, readout, [source, target]).sel(layer=…)"
+            f"exchange: expected the vectors of two different tokens, found those of the tokens {tokens}; "
+            "pass lens_vectors(lens, readout, [source, target]).sel(layer=…)"
         )
     cosine = abs(float(rows[0] @ rows[1]) / float(np.linalg.norm(rows[0]) * np.linalg.norm(rows[1])))
     if cosine >= REFUSED:
         raise InterventionError(
-            f"exchange: expected vectors whose |cosine| is below {REFUSED}, found {cosine:.4f} for the tokens "
-            f"{tokens}, whose coordinates cannot be told apart; choose other tokens or another layer"
+            f"exchange: expected vectors whose |cosine| is below {REFUSED}, found {cosine:.4f} for the "
+            f"tokens {tokens}, whose coordinates cannot be told apart; choose other tokens or another layer"
         )
     if cosine >= WARNED:
         warnings.warn(
@@ -171,8 +171,8 @@ def steer(
     """Spec that adds alpha m u after each layer of lens vectors: u is the unit vector of the token, and m the
     median norm of the stream there, over the selected positions of all prompts together.
 
-    Of an even number of norms the median is the lower of the two in the middle. The norm at a layer is that of
-    the stream as earlier layers of the spec have changed it, so the prompts are run once for each layer.
+    Of an even number of norms the median is the lower of the two in the middle. The norm at a layer is that
+    of the stream as earlier layers of the spec have changed it, so the prompts are run once for each layer.
 
     Arguments:
         model: the model.
@@ -210,8 +210,8 @@ def _rows(vectors: xr.DataArray) -> Array:
     """Vectors as an array [vocab, hidden]; InterventionError unless they have these axes."""
     if set(vectors.dims) != {"vocab", "hidden"}:
         raise InterventionError(
-            f"expected lens vectors of one layer with the axes vocab and hidden, found {vectors.dims}; select "
-            "a layer with sel(layer=…)"
+            f"expected lens vectors of one layer with the axes vocab and hidden, found {vectors.dims}; "
+            "select a layer with sel(layer=…)"
         )
     rows: Array = vectors.transpose("vocab", "hidden").values.astype(np.float32)
     return rows

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...pipeline import stage
-from ...store.arrays import as_indices
+from ...pipeline import Output, stage
+from ...store.arrays import Array, as_indices
 from ...store.errors import ShapeError
-from ..logits.lens import join_tokens, logit_lens
+from ..logits.lens import join_tokens, logit_lens, logits
 from ..logits.readout import require_linear
 
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["jacobian_lens", "lens_vectors", "transported"]
+__all__ = ["answer_ranks", "jacobian_lens", "lens_vectors", "transported"]
 
 
 def transported(resid_post: xr.DataArray, lens: xr.Dataset) -> xr.DataArray:
@@ -44,8 +44,8 @@ def transported(resid_post: xr.DataArray, lens: xr.Dataset) -> xr.DataArray:
 
     if "layer" not in resid_post.dims or resid_post.sizes.get("hidden") != lens.sizes["hidden"]:
         raise ShapeError(
-            f"expected states with a layer axis and {lens.sizes['hidden']} hidden dimensions, the width of the "
-            f"lens, found the sizes {dict(resid_post.sizes)}; capture resid_post of the model of the lens"
+            f"expected states with a layer axis and {lens.sizes['hidden']} hidden dimensions, the width of "
+            f"the lens, found the sizes {dict(resid_post.sizes)}; capture resid_post of the model of the lens"
         )
     last = int(resid_post["layer"].values[-1])
     if last != lens.attrs.get("target_layer", last):
@@ -105,6 +105,83 @@ def jacobian_lens(
         ShapeError: States, readout, targets and lens do not match.
     """
     return logit_lens(transported(resid_post, lens), targets, readout, top_k=top_k)
+
+
+@stage(
+    version=1,
+    inputs={
+        "resid_post": ("layer", "token", "hidden"),
+        "targets": ("token",),
+        "readout": None,
+        "lens": None,
+    },
+    outputs={
+        "target_rank": Output(("lens", "layer", "token"), "1", "rank of the target, 1 = most likely"),
+        "change": Output(("layer",), "1", "Frobenius norm of the lens minus the identity"),
+    },
+    name="jacobian_lens_ranks",
+)
+def answer_ranks(
+    resid_post: xr.DataArray,
+    targets: xr.DataArray,
+    readout: xr.Dataset,
+    lens: xr.Dataset,
+    *,
+    rotations: int = 50,
+    seed: int = 0,
+) -> xr.Dataset:
+    """Ranks of targets by the logit lens, by a Jacobian lens, and by random lenses of equal spectrum.
+
+    A random lens is 1 + (J[l] - 1) Q with a random rotation Q for each layer: it changes a state as much as
+    the Jacobian lens does, by a map with the same singular values, but by other directions of the state.
+
+    Arguments:
+        resid_post: residual stream after each layer, [layer, token, hidden]; its last layer is the model's.
+        targets: token ids int [token], -1 for tokens to leave out.
+        readout: final norm and unembedding of the model, see stages/logits/readout.py.
+        lens: the lens.
+        rotations: number of random lenses.
+        seed: seed of the rotations.
+
+    Returns:
+        target_rank int32 [lens, layer, token] for the layers of the lens and the last one, with the lenses
+        "logit", "jacobian", and "rotation 0" and so on; change [layer] of the Jacobian lens, 0 at the last
+        layer.
+
+    Raises:
+        ShapeError: States, readout and lens do not match.
+    """
+    import xarray as xr
+
+    is_target = targets.values >= 0
+    states, ids = resid_post.isel(token=np.flatnonzero(is_target)).load(), targets.values[is_target]
+    # Read once, not once for each lens.
+    readout = readout.load()
+    identity, rng = np.eye(lens.sizes["hidden"], dtype=np.float32), np.random.default_rng(seed)
+
+    def ranks(matrices: Array) -> xr.DataArray:
+        read = logits(transported(states, lens.assign(jacobian=(lens["jacobian"].dims, matrices))), readout)
+        own = np.take_along_axis(read.values, ids[None, :, None], -1)
+        # Tokens with equal logits share the better rank, as in the logit lens.
+        return (read > own).sum("vocab").astype(np.int32) + 1
+
+    jacobian = lens["jacobian"].values.astype(np.float32)
+    change = jacobian - identity
+    found = [ranks(np.broadcast_to(identity, change.shape)), ranks(jacobian)]
+    for _ in range(rotations):
+        turned = [np.linalg.qr(rng.standard_normal(identity.shape))[0].astype(np.float32) for _ in change]
+        found.append(ranks(identity + change @ np.stack(turned)))
+    names = ["logit", "jacobian", *(f"rotation {draw}" for draw in range(rotations))]
+    norms = [*np.linalg.norm(change, axis=(1, 2)).tolist(), 0.0]
+    outputs = answer_ranks.outputs
+    whole = xr.concat(found, "lens").transpose("lens", "layer", "token").assign_coords(lens=names)
+    whole = whole.drop_vars([name for name in whole.coords if name not in ("lens", "layer", "prompt")])
+    return xr.Dataset(
+        {
+            "target_rank": whole.assign_attrs(outputs["target_rank"].attrs),
+            "change": outputs["change"].variable(norms),
+        }
+    )
 
 
 def lens_vectors(lens: xr.Dataset, readout: xr.Dataset, tokens: Sequence[int] | None = None) -> xr.DataArray:

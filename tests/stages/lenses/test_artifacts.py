@@ -1,4 +1,4 @@
-"""Lens files: those of the reference read and written alike, damaged ones and those of other models refused."""
+"""Lens files: those of the reference read and written alike, damaged and foreign ones refused."""
 
 from __future__ import annotations
 
