@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...pipeline import Output, stage
-from ...store.arrays import Array, as_indices
+from ...store.arrays import as_indices
 from ...store.errors import ShapeError
 from ..logits.lens import join_tokens, logit_lens, logits
 from ..logits.readout import require_linear
@@ -132,8 +132,8 @@ def answer_ranks(
 ) -> xr.Dataset:
     """Ranks of targets by the logit lens, by a Jacobian lens, and by random lenses of equal spectrum.
 
-    A random lens is 1 + (J[l] - 1) Q with a random rotation Q for each layer: it changes a state as much as
-    the Jacobian lens does, by a map with the same singular values, but by other directions of the state.
+    A random lens is 1 + (J[l] - 1) Q with a random rotation Q: it changes states by a map with the singular
+    values of that of the Jacobian lens, but by other directions of the state.
 
     Arguments:
         resid_post: residual stream after each layer, [layer, token, hidden]; its last layer is the model's.
@@ -157,21 +157,24 @@ def answer_ranks(
     states, ids = resid_post.isel(token=np.flatnonzero(is_target)).load(), targets.values[is_target]
     # Read once, not once for each lens.
     readout = readout.load()
-    identity, rng = np.eye(lens.sizes["hidden"], dtype=np.float32), np.random.default_rng(seed)
+    carried = transported(states, lens)
+    states = states.sel(layer=carried["layer"]).astype(np.float32)
+    width, rng = lens.sizes["hidden"], np.random.default_rng(seed)
 
-    def ranks(matrices: Array) -> xr.DataArray:
-        read = logits(transported(states, lens.assign(jacobian=(lens["jacobian"].dims, matrices))), readout)
+    def ranks(read_states: xr.DataArray) -> xr.DataArray:
+        read = logits(read_states, readout)
         own = np.take_along_axis(read.values, ids[None, :, None], -1)
         # Tokens with equal logits share the better rank, as in the logit lens.
         return (read > own).sum("vocab").astype(np.int32) + 1
 
-    jacobian = lens["jacobian"].values.astype(np.float32)
-    change = jacobian - identity
-    found = [ranks(np.broadcast_to(identity, change.shape)), ranks(jacobian)]
+    found = [ranks(states), ranks(carried)]
     for _ in range(rotations):
-        turned = [np.linalg.qr(rng.standard_normal(identity.shape))[0].astype(np.float32) for _ in change]
-        found.append(ranks(identity + change @ np.stack(turned)))
+        rotation = np.linalg.qr(rng.standard_normal((width, width)))[0].astype(np.float32)
+        turned = states.copy(data=states.values @ rotation.T)
+        # h + (J - 1) Q h: the states are turned instead of the matrices, which are far larger.
+        found.append(ranks(states + transported(turned, lens) - turned))
     names = ["logit", "jacobian", *(f"rotation {draw}" for draw in range(rotations))]
+    change = lens["jacobian"].values - np.eye(width, dtype=np.float32)
     norms = [*np.linalg.norm(change, axis=(1, 2)).tolist(), 0.0]
     outputs = answer_ranks.outputs
     whole = xr.concat(found, "lens").transpose("lens", "layer", "token").assign_coords(lens=names)

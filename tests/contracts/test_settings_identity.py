@@ -106,6 +106,8 @@ OTHERS: dict[tuple[str, str], Any] = {
     ("*", "head"): "L0:H1",
     ("*", "target"): {"prompt": PROMPT, "target": " the"},
     ("logit_lens", "answers"): {"prompts": (PROMPT,), "answers": (" four",)},
+    ("jacobian_lens", "prompts"): {"prompts": (PROMPT,), "answers": (" the",)},
+    ("jacobian_lens", "answers"): {"prompts": (PROMPT,), "answers": (" the",)},
     ("logit_attribution", "answers"): {"prompts": (PROMPT,), "answers": (" the",)},
     ("logit_attribution", "against"): {"prompts": (PROMPT,), "against": (" the",)},
     ("generate", "seed"): {"temperature": 1.0, "seed": 1},

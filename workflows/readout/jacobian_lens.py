@@ -169,8 +169,8 @@ class JacobianLens(ModelWorkflow):
         if self.known.sum() >= 2:
             return ""
         return (
-            f"The model itself predicts {self.known.sum()} of {len(self.texts)} answers, and claims are about "
-            "at least two that it predicts."
+            f"The model itself predicts {self.known.sum()} of {len(self.texts)} answers; claims need at "
+            "least two that it predicts."
         )
 
     def claims(self) -> Iterator[Claim]:
@@ -296,8 +296,8 @@ class JacobianLens(ModelWorkflow):
             ("logit lens", lambda row: since("logit", row)),
             title=f"Answers read from each layer of {self.subject.name}",
             caption=f"One row per prompt.{more} Known: whether the answer is the model's own most likely "
-            "token. Jacobian lens, logit lens: first layer at which the lens has the answer among its {TOP} most "
-            f"likely tokens, at the last token of the prompt. {self._fitted}",
+            f"token. Jacobian lens, logit lens: first layer at which the lens has the answer among its {TOP} "
+            f"most likely tokens, at the last token of the prompt. {self._fitted}",
             sources=("ranks", "fit"),
             json={
                 **self.subject.about,
