@@ -23,7 +23,7 @@ from ..logits.readout import require_linear
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["answer_ranks", "jacobian_lens", "lens_vectors", "transported"]
+__all__ = ["jacobian_lens", "lens_ranks", "lens_vectors", "transported"]
 
 
 def transported(resid_post: xr.DataArray, lens: xr.Dataset) -> xr.DataArray:
@@ -119,9 +119,8 @@ def jacobian_lens(
         "target_rank": Output(("lens", "layer", "token"), "1", "rank of the target, 1 = most likely"),
         "change": Output(("layer",), "1", "Frobenius norm of the lens minus the identity"),
     },
-    name="jacobian_lens_ranks",
 )
-def answer_ranks(
+def lens_ranks(
     resid_post: xr.DataArray,
     targets: xr.DataArray,
     readout: xr.Dataset,
@@ -176,7 +175,7 @@ def answer_ranks(
     names = ["logit", "jacobian", *(f"rotation {draw}" for draw in range(rotations))]
     change = lens["jacobian"].values - np.eye(width, dtype=np.float32)
     norms = [*np.linalg.norm(change, axis=(1, 2)).tolist(), 0.0]
-    outputs = answer_ranks.outputs
+    outputs = lens_ranks.outputs
     whole = xr.concat(found, "lens").transpose("lens", "layer", "token").assign_coords(lens=names)
     whole = whole.drop_vars([name for name in whole.coords if name not in ("lens", "layer", "prompt")])
     return xr.Dataset(

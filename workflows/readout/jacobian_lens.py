@@ -23,7 +23,7 @@ import numpy as np
 
 from ...stages.forward.runs.duration import PassWork
 from ...stages.lenses.jacobian import JacobianLensFit, standard_error
-from ...stages.lenses.readout import answer_ranks
+from ...stages.lenses.readout import lens_ranks
 from ...stages.logits.lens import format_text, format_token
 from ...stages.logits.readout import readout_node
 from ...store.arrays import Array, Floats
@@ -92,7 +92,7 @@ class JacobianLens(ModelWorkflow):
     settings: JacobianLensSettings
 
     ranks = loaded("ranks")
-    """Result of `answer_ranks`, in memory: target_rank [lens, layer, token], one token per prompt."""
+    """Result of `lens_ranks`, in memory: target_rank [lens, layer, token], one token per prompt."""
 
     def plan(self) -> Nodes:
         """Nodes of the fit, of the model's readout, and of the ranks of the answers."""
@@ -109,7 +109,7 @@ class JacobianLens(ModelWorkflow):
         targets[[tokens.row(i).stop - 1 for i in range(len(self.texts))]] = self.subject.answer_ids(pairs)
         states = self.subject.capture(tokens, "blocks.*.hook_resid_post")["resid_post"]
         fit, readout = self.on_model(self._fit()), readout_node(self.subject.files, dtype=self.subject.dtype)
-        ranks = answer_ranks.on(
+        ranks = lens_ranks.on(
             resid_post=states,
             targets=column(targets, "token", "targets"),
             readout=readout,

@@ -127,6 +127,11 @@ def graph_bytes(network: Network, ids: Tensor, spec: BoundSpec) -> int:
     Per token and layer these are the working memory of a forward pass. Where scores or patterns are captured,
     changed or soft-capped, scores, masked scores and weights of all token pairs are stored as well, because
     no fused kernel avoids them then.
+
+    Arguments:
+        network: the network.
+        ids: token ids, int [B, S].
+        spec: bound spec with captures and interventions.
     """
     config, itemsize = network.config, network.dtype.itemsize
     token_bytes = ids.numel() * config.num_layers * config.bytes_per_token(itemsize)
