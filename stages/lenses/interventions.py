@@ -101,10 +101,11 @@ class SetCoordinates(Selective):
         current = x @ torch.linalg.pinv(vectors, rtol=_DEPENDENT)
         target = private_payload(self, "coordinates")
         new = current.flip(-1) if target is None else as_tensor(select_positions(target, positions), x)
-        return (x + self.alpha * (new - current) @ vectors).to(part.dtype)
+        changed: Tensor = (x + self.alpha * (new - current) @ vectors).to(part.dtype)
+        return changed
 
 
-def remove(vectors: xr.DataArray, *, positions: Sequence[int] | None = None) -> SetCoordinates:
+def remove(vectors: xr.DataArray, *, positions: tuple[int, ...] | None = None) -> SetCoordinates:
     """Intervention that subtracts the orthogonal projection on the span of lens vectors.
 
     Arguments:
@@ -118,7 +119,7 @@ def exchange(
     vectors: xr.DataArray,
     *,
     alpha: float = 1.0,
-    positions: Sequence[int] | None = None,
+    positions: tuple[int, ...] | None = None,
     clean: Array | None = None,
 ) -> SetCoordinates:
     """Intervention that exchanges the coordinates of two tokens along their lens vectors.
@@ -165,7 +166,7 @@ def steer(
     vectors: xr.DataArray,
     *,
     alpha: float = 4.0,
-    positions: Sequence[int] | None = None,
+    positions: tuple[int, ...] | None = None,
     hooks: HookSpec | None = None,
 ) -> HookSpec:
     """Spec that adds alpha m u after each layer of lens vectors: u is the unit vector of the token, and m the

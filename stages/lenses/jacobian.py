@@ -276,7 +276,7 @@ def standard_error(lens: xr.Dataset) -> xr.DataArray:
             f"found one {'without a deviation' if 'deviation' not in lens else 'of one prompt'}; fit it on "
             "more prompts"
         )
-    error: xr.DataArray = np.sqrt(lens["deviation"] / (n * (n - 1)))
+    error: xr.DataArray = (lens["deviation"] / (n * (n - 1))) ** 0.5
     return error.rename("standard_error").assign_attrs(units="1", long_name="standard error of the lens")
 
 

@@ -66,7 +66,8 @@ def transported(resid_post: xr.DataArray, lens: xr.Dataset) -> xr.DataArray:
         # One layer at a time: a batched product would hold all matrices of a large model at once.
         parts.append(xr.dot(states, matrix, dim="hidden").rename(target_hidden="hidden"))
     parts.append(resid_post.sel(layer=[last]).astype(np.float32))
-    return xr.concat(parts, "layer").transpose(*resid_post.dims).rename(resid_post.name)
+    carried: xr.DataArray = xr.concat(parts, "layer").transpose(*resid_post.dims).rename(resid_post.name)
+    return carried
 
 
 @stage(
@@ -104,7 +105,8 @@ def jacobian_lens(
     Raises:
         ShapeError: States, readout, targets and lens do not match.
     """
-    return logit_lens(transported(resid_post, lens), targets, readout, top_k=top_k)
+    decoded: xr.Dataset = logit_lens(transported(resid_post, lens), targets, readout, top_k=top_k)
+    return decoded
 
 
 @stage(
@@ -218,6 +220,7 @@ def lens_vectors(lens: xr.Dataset, readout: xr.Dataset, tokens: Sequence[int] | 
             f"hidden dimensions, as the readout has, found {found}; take both from one model"
         )
     rows = readout["unembed"].isel(vocab=list(ids)).drop_vars("token", errors="ignore")
-    vectors = xr.dot(rows.rename(hidden="target_hidden"), lens["jacobian"], dim="target_hidden")
+    vectors: xr.DataArray = xr.dot(rows.rename(hidden="target_hidden"), lens["jacobian"], dim="target_hidden")
     vectors = vectors.transpose("layer", "vocab", "hidden").assign_coords(vocab=list(ids))
-    return vectors.astype(np.float32).rename("lens_vectors")
+    named: xr.DataArray = vectors.astype(np.float32).rename("lens_vectors")
+    return named

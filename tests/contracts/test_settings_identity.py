@@ -223,6 +223,7 @@ STARTS: dict[tuple[str, str], dict[str, Any]] = {
     ("feature_attribution", "prompt"): {},
     ("feature_attribution", "wrong"): SPEAKERS | {"wrong": "Spanish"},
     ("integrated_gradients", "prompt"): {},
+    ("jacobian_lens", "answers"): {"prompts": (PROMPT,), "answers": (" four",)},
     ("state_patching", "prompt"): {},
     ("causal_tracing", "prompt"): {**SUBJECT, "prompt": SITED},
     ("causal_tracing", "target"): {**SUBJECT, "target": " four"},
