@@ -30,6 +30,7 @@ from ...store.arrays import Array, Floats
 from ...store.errors import ConfigError
 from ..claim import Claim
 from ..labelled import column
+from ..material.answers import require_next
 from ..material.line_corpus import wrapped_prose
 from ..material.sizes import affordable
 from ..settings import AnswerSettings, AtLeastTwo, ControlSettings, Natural, setting
@@ -98,7 +99,7 @@ class JacobianLens(ModelWorkflow):
         """Nodes of the fit, of the model's readout, and of the ranks of the answers."""
         settings, config = self.settings, self.subject.config
         config.require_gradients()
-        config.require_next_token()
+        require_next(self.subject)
         config.require_linear_head()
         self.texts, self.words = answered(
             self.subject, settings.prompts, settings.answers, settings.limit or self._affordable_facts
