@@ -1,9 +1,9 @@
 """Interventions along lens vectors: steer towards a token, remove tokens from a stream, exchange two tokens.
 
 Each is a value that a HookSpec applies at `blocks.L.hook_resid_post`; the vectors of a layer are rows of
-`lens_vectors` (readout.py) at that layer. With V the vectors and c = pinv(V) h the coordinates of a state,
-removing tokens sets c to 0 (the projection on their span is subtracted), and exchanging two tokens exchanges
-their coordinates, or sets them to the exchanged coordinates of a clean run.
+`lens_vectors` (readout.py) at that layer. Removing tokens subtracts the projection on the span of their
+vectors. With V the vectors of two tokens and c = pinv(V) h the coordinates of a state, exchanging them
+exchanges the coordinates, or sets them to the exchanged coordinates of a clean run.
 
 Axes: vocab (tokens of the vectors), position, hidden.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from ...store.arrays import Array
 from ...store.errors import InterventionError
 from ..forward.architectures.points import HookPoint
-from ..forward.hooks.interventions import Add, Selective
+from ..forward.hooks.interventions import Add, Selective, Zero
 from ..forward.hooks.payloads import (
     Payload,
     PayloadField,
@@ -32,6 +32,7 @@ from ..forward.hooks.payloads import (
     select_positions,
 )
 from ..forward.hooks.spec import HookSpec
+from ..forward.hooks.subspaces import Subspace
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["SetCoordinates", "exchange", "remove", "steer"]
 
 _DEPENDENT = 1e-6
-"""Singular values below this share of the largest count as 0: vectors are float32, and tokens may repeat."""
+"""Singular values below this share of the largest count as 0, as vectors are float32."""
 REFUSED, WARNED = 0.999, 0.99
 """Cosines of two vectors from which their coordinates cannot be told apart, or are large and cancel."""
 
@@ -105,14 +106,19 @@ class SetCoordinates(Selective):
         return changed
 
 
-def remove(vectors: xr.DataArray, *, positions: tuple[int, ...] | None = None) -> SetCoordinates:
+def remove(vectors: xr.DataArray, *, positions: tuple[int, ...] | None = None) -> Zero:
     """Intervention that subtracts the orthogonal projection on the span of lens vectors.
 
     Arguments:
-        vectors: [vocab, hidden], of one layer.
+        vectors: [vocab, hidden], of one layer; repeated tokens count once.
         positions: positions to change, negative ones from the end; None for all.
+
+    Raises:
+        InterventionError: The vectors of different tokens depend on each other linearly.
     """
-    return SetCoordinates(_rows(vectors), np.zeros(vectors.sizes["vocab"], np.float32), positions=positions)
+    rows = _rows(vectors)
+    _, first = np.unique(vectors["vocab"].values, return_index=True)
+    return Zero(within=Subspace(rows[np.sort(first)]), positions=positions)
 
 
 def exchange(
