@@ -19,6 +19,7 @@ __all__ = ["WORKFLOWS", "build", "compute", "kind_of"]
 
 WORKFLOWS = {
     "logit_lens": ".readout.logit_lens:LogitLens",
+    "jacobian_lens": ".readout.jacobian_lens:JacobianLens",
     "logit_attribution": ".readout.logit_attribution:LogitAttribution",
     "generate": ".writing.generate:Generate",
     "character_count_helix": ".readout.character_count_helix:CharacterCountHelix",

@@ -112,6 +112,7 @@ AT_DEFAULTS: dict[str, dict[str, Any]] = {
     "activation_patching": {"answer_piece": "first"},
     "attribution_patching": {},
     "integrated_gradients": {},
+    "jacobian_lens": {"fit_prompts": 2, "cotangents": 8},
     "planning_pairs": {"limit": 3},
 }
 ON_KNOWN_FACTS = (
@@ -119,6 +120,7 @@ ON_KNOWN_FACTS = (
     "activation_patching",
     "attribution_patching",
     "integrated_gradients",
+    "jacobian_lens",
     "attention_knockout",
     "steering_dose_response",
     "causal_tracing",

@@ -111,6 +111,7 @@ AT_THE_END = {
     "ablation": {"prompt": "The capital of", "target": "Rome"},
     "attribution_patching": {"pairs": 2},
     "integrated_gradients": {"pairs": 2},
+    "jacobian_lens": {"limit": 2},
 }
 
 

@@ -40,6 +40,7 @@ NO_FILE = r"weights of an AlgZoo network, in a file that ends in \.safetensors o
 NO_DICTIONARY = "expected a dictionary of features for .*rwkv6, found none"
 ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "logit_lens": ({"prompts": [PROMPT]}, ""),
+    "jacobian_lens": ({"limit": 2, "fit_prompts": 2, "cotangents": 4, "controls": 4}, ""),
     "logit_attribution": ({"limit": 2}, ""),
     "generate": ({"prompts": [PROMPT], "max_tokens": 4}, ""),
     "character_count_helix": ({"widths": [40, 60], "characters": 2000}, ""),

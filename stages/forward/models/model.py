@@ -38,6 +38,7 @@ from ..networks.transfer import to_device
 from ..networks.weights import is_finite
 from ..passes.backward import Cotangent, Gradients, backward
 from ..passes.drivers import Passes, passes_over
+from ..passes.jacobian import vector_jacobian_products
 from ..passes.kept import Cache
 from ..passes.plain import forward_part
 from ..passes.planner import MEMORY
@@ -657,6 +658,48 @@ class Model:
             lambda logits: objective.cotangent(logits, metric_want, numbers, clean),
             memory=memory,
         )
+
+    @plain_torch()
+    def vector_jacobian_products(
+        self,
+        ids: Sequence[int],
+        layers: Sequence[int],
+        cotangents: Tensor,
+        counted: range,
+        *,
+        together: int = 16,
+        memory: int = MEMORY,
+    ) -> Tensor:
+        """Products of cotangents with the Jacobian of the last residual stream with respect to earlier ones.
+
+        Arguments:
+            ids: token ids of one prompt.
+            layers: source layers, below the last one.
+            cotangents: [cotangent, hidden].
+            counted: consecutive positions that count as source and as target: the products are summed over
+                targets and averaged over sources (passes/jacobian.py).
+            together: cotangents per backward pass; changes no number beyond rounding.
+            memory: bytes for recorded activations.
+
+        Returns:
+            float32 [layer, cotangent, hidden].
+
+        Raises:
+            ConfigError: for a model without gradients, or one in which positions see later ones.
+            PromptError: for token ids out of range.
+            NotFinite: if a product contains NaN or infinity.
+        """
+        self.config.require_gradients()
+        self.config.require_next_token()
+        self.require_all_weights("gradients")
+        (row,) = tokenize([ids], None, self.config, self.name)
+        tokens = to_device(torch.tensor(row, dtype=torch.long), self.device)
+        products = vector_jacobian_products(
+            self.network, tokens, layers, cotangents, counted, together=together, memory=memory
+        )
+        if not is_finite(products):
+            raise not_finite(self, [[row]], BoundSpec(), "the Jacobian of the last stream")
+        return products
 
     def _baselines(self, rows: Sequence[tuple[int, ...] | None], want: Logits) -> list[Tensor | None]:
         """Logits [token] of each prompt in a run without interventions; None for a None row.

@@ -28,7 +28,7 @@ from .plain import forward
 from .planner import MEMORY
 from .recomputed import recomputed
 
-__all__ = ["Cotangent", "Gradients", "backward"]
+__all__ = ["Cotangent", "Gradients", "backward", "graph_bytes"]
 
 Cotangent = Callable[[Tensor], Tensor]
 """Logits [B, positions, tokens] -> the gradient of the metric with respect to them, in the same shape."""
@@ -72,7 +72,7 @@ def backward(
             "values; leave out recurrent="
         )
     # Recomputing costs one more forward pass, so it is used only where the graph would not fit.
-    has_room = _graph_bytes(network, ids, spec) <= memory
+    has_room = graph_bytes(network, ids, spec) <= memory
     recorded_network = network if has_room else recomputed(network)
     passes = [
         _one_backward(recorded_network, ids, part, want, cotangent, dropped)
@@ -121,12 +121,17 @@ def _without_conflicts(spec: BoundSpec) -> Sequence[BoundSpec]:
     return [replace(spec, captures=others), replace(spec, captures=head_inputs)]
 
 
-def _graph_bytes(network: Network, ids: Tensor, spec: BoundSpec) -> int:
+def graph_bytes(network: Network, ids: Tensor, spec: BoundSpec) -> int:
     """Estimate the bytes that autograd stores for a pass.
 
     Per token and layer these are the working memory of a forward pass. Where scores or patterns are captured,
     changed or soft-capped, scores, masked scores and weights of all token pairs are stored as well, because
     no fused kernel avoids them then.
+
+    Arguments:
+        network: the network.
+        ids: token ids, int [B, S].
+        spec: bound spec with captures and interventions.
     """
     config, itemsize = network.config, network.dtype.itemsize
     token_bytes = ids.numel() * config.num_layers * config.bytes_per_token(itemsize)

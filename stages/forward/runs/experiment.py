@@ -84,6 +84,8 @@ class Experiment(ABC):
     """Names of the resources that the experiment reads, besides its parameters."""
     reads_text: ClassVar[bool] = False
     """Whether results contain text of the tokenizer, which is then part of the key."""
+    joins_lazily: ClassVar[bool] = False
+    """Whether `joined` gets datasets that are not in memory yet, for cells too large to hold all of them."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Make the computing methods run under torch's default settings, whatever the caller has set."""
@@ -413,7 +415,9 @@ class ExperimentNode(ResultNode):
                 runs = self.compute(store, missing, task.advance)
             with one_look():
                 self.require_unchanged(store, whole.digest)
-                parts = [store.open_result(self.cell_key(cell)).load() for cell in self.cells()]
+                parts = [store.open_result(self.cell_key(cell)) for cell in self.cells()]
+                if not self.experiment.joins_lazily:
+                    parts = [part.load() for part in parts]
                 joined = self.experiment.joined(parts)
                 declared = self.experiment.outputs_on(self.source.config)
                 require_declared(f"experiment {self.name!r}", declared, joined)
