@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["read_lens", "require_fit", "write_lens"]
 
 DTYPES = ("float16", "bfloat16", "float32")
-"""Dtypes of the tensors in a file; float16 is that of the published files."""
+"""Dtypes that `write_lens` can write; published files are float16. `read_lens` reads any float dtype."""
 
 
 def read_lens(path: str | Path) -> xr.Dataset:
@@ -174,10 +174,10 @@ def require_fit(
         if of_lens is not None and of_model is not None and of_lens != of_model:
             raise WeightsError(
                 f"expected a lens of a model with the {what} {of_model!r}, found one with {of_lens!r}; fit a "
-                "lens on this model, or name the model of the lens"
+                "lens on this model, or load the model that the lens was fitted on"
             )
     if outside:
         raise WeightsError(
             f"expected a lens of layers 0..{last - 1}, below the model's last layer, found layer "
-            f"{outside[0]}; fit a lens on this model, or name the model of the lens"
+            f"{outside[0]}; fit a lens on this model, or load the model that the lens was fitted on"
         )

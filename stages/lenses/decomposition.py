@@ -1,4 +1,4 @@
-"""Sparse decomposition of a state into lens vectors of tokens, and the share of its variance that they tell.
+"""Sparse decomposition of a state into lens vectors of tokens; share of its squared norm in their span.
 
 Vectors are chosen greedily: the next one has the largest signed product of its unit vector with the residual.
 After each choice all coordinates are fitted again and stay nonnegative, by nonnegative least squares
@@ -22,7 +22,7 @@ from ...store.errors import ShapeError
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["Decomposition", "decompose", "variance_share"]
+__all__ = ["Decomposition", "decompose", "norm_share"]
 
 _STOP = 2.0**-11.5
 """Smallest product of a unit vector with the residual, as a share of the state's norm: root of float32's
@@ -108,7 +108,7 @@ def decompose(
     )
 
 
-def variance_share(states: xr.DataArray, vectors: xr.DataArray, *, k: int = 25) -> xr.DataArray:
+def norm_share(states: xr.DataArray, vectors: xr.DataArray, *, k: int = 25) -> xr.DataArray:
     """Share of each state's squared norm in the span of the first `k` lens vectors that `decompose` chooses.
 
     Arguments:
@@ -132,7 +132,7 @@ def variance_share(states: xr.DataArray, vectors: xr.DataArray, *, k: int = 25) 
                 shares[i, j] = component @ component / square
     coords = {name: c for name, c in rows.coords.items() if "hidden" not in c.dims}
     attrs = {"units": "1", "long_name": f"share of the squared norm in {k} lens vectors"}
-    return xr.DataArray(shares, dims=("layer", "token"), coords=coords, name="variance_share", attrs=attrs)
+    return xr.DataArray(shares, dims=("layer", "token"), coords=coords, name="norm_share", attrs=attrs)
 
 
 def _nonnegative(atoms: Floats, x: Floats) -> Floats:

@@ -178,8 +178,9 @@ def steer(
     """Spec that adds alpha m u after each layer of lens vectors: u is the unit vector of the token, and m the
     median norm of the stream there, over the selected positions of all prompts together.
 
-    Of an even number of norms the median is the lower of the two in the middle. The norm at a layer is that
-    of the stream as earlier layers of the spec have changed it, so the prompts are run once for each layer.
+    Of an even number of norms the median is the lower of the two in the middle, as in torch.median. The norm
+    at a layer is that of the stream as earlier layers of the spec have changed it, so the prompts are run
+    once for each layer.
 
     Arguments:
         model: the model.

@@ -87,7 +87,8 @@ class JacobianLensFit(Experiment):
 
     def params(self) -> dict[str, Any]:
         """Fields that enter the key of results. Source layers and prompts are labels of cells, so that a
-        longer corpus reuses the segments of a shorter one; an exact fit has no seed."""
+        longer corpus that begins with the same prompts reuses the complete segments of a shorter one; an
+        exact fit has no seed."""
         params = {"skip": self.skip, "longest": self.longest}
         drawn = {"cotangents": self.cotangents, "seed": self.seed}
         return params if self.cotangents is None else params | drawn
@@ -217,7 +218,8 @@ def merged(lenses: Iterable[xr.Dataset]) -> xr.Dataset:
     formula of Chan, Golub and LeVeque (1983). One lens is in memory at a time.
 
     Arguments:
-        lenses: Fits on one model with the same settings, of prompts that do not overlap.
+        lenses: Fits with the same settings, of prompts that do not overlap. That they are of one model is
+            not checked beyond layers, width and attributes.
 
     Raises:
         ShapeError: There is none, one was fitted on no prompt, or layers, width or attributes differ.
@@ -257,8 +259,10 @@ def merged(lenses: Iterable[xr.Dataset]) -> xr.Dataset:
 
 
 def standard_error(lens: xr.Dataset) -> xr.DataArray:
-    """Standard error of a lens by layer: the root mean square, over corpora of as many prompts, of the
-    Frobenius norm of its difference from the lens of all prompts.
+    """Estimated standard error of a lens by layer: the Frobenius norm of its error, as a root mean square
+    over repeated samples of as many independent prompts.
+
+    Prompts cut from one text are not independent, so that the error is then estimated too small.
 
     Arguments:
         lens: A lens with a deviation, of at least two prompts.

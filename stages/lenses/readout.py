@@ -131,10 +131,10 @@ def lens_ranks(
     rotations: int = 50,
     seed: int = 0,
 ) -> xr.Dataset:
-    """Ranks of targets by the logit lens, by a Jacobian lens, and by random lenses of equal spectrum.
+    """Ranks of targets by the logit lens, by a Jacobian lens, and by random lenses.
 
-    A random lens is 1 + (J[l] - 1) Q with a random rotation Q: it changes states by a map with the singular
-    values of that of the Jacobian lens, but by other directions of the state.
+    A random lens is 1 + (J[l] - 1) Q with a random orthogonal matrix Q: its difference from the identity has
+    the same singular values as that of the Jacobian lens, but acts on random directions of the state.
 
     Arguments:
         resid_post: residual stream after each layer, [layer, token, hidden]; its last layer is the model's.
@@ -164,21 +164,21 @@ def lens_ranks(
 
     def ranks(read_states: xr.DataArray) -> xr.DataArray:
         read = logits(read_states, readout)
-        own = np.take_along_axis(read.values, ids[None, :, None], -1)
+        target_logit = np.take_along_axis(read.values, ids[None, :, None], -1)
         # Tokens with equal logits share the better rank, as in the logit lens.
-        return (read > own).sum("vocab").astype(np.int32) + 1
+        return (read > target_logit).sum("vocab").astype(np.int32) + 1
 
-    found = [ranks(states), ranks(carried)]
+    ranks_by_lens = [ranks(states), ranks(carried)]
     for _ in range(rotations):
         rotation = np.linalg.qr(rng.standard_normal((width, width)))[0].astype(np.float32)
-        turned = states.copy(data=states.values @ rotation.T)
-        # h + (J - 1) Q h: the states are turned instead of the matrices, which are far larger.
-        found.append(ranks(states + transported(turned, lens) - turned))
+        rotated = states.copy(data=states.values @ rotation.T)
+        # h + (J - 1) Q h: the states are rotated instead of the matrices, which are far larger.
+        ranks_by_lens.append(ranks(states + transported(rotated, lens) - rotated))
     names = ["logit", "jacobian", *(f"rotation {draw}" for draw in range(rotations))]
     change = lens["jacobian"].values - np.eye(width, dtype=np.float32)
     norms = [*np.linalg.norm(change, axis=(1, 2)).tolist(), 0.0]
     outputs = lens_ranks.outputs
-    whole = xr.concat(found, "lens").transpose("lens", "layer", "token").assign_coords(lens=names)
+    whole = xr.concat(ranks_by_lens, "lens").transpose("lens", "layer", "token").assign_coords(lens=names)
     whole = whole.drop_vars([name for name in whole.coords if name not in ("lens", "layer", "prompt")])
     return xr.Dataset(
         {

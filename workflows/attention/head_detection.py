@@ -115,8 +115,9 @@ class HeadDetectionSettings(ControlSettings, ModelSettings):
     top: Count = setting(5, "number of heads listed per kind")
     knocked_out: Natural | None = setting(
         None,
-        "number of induction heads whose outputs are set to zero together; none: all that attend to the "
-        "token after an earlier occurrence more than any head does at another distance, at most a quarter",
+        "number of induction heads whose outputs are set to zero together; none: all whose attention to the "
+        "token after an earlier occurrence, minus that on shuffled tokens, exceeds the same difference of "
+        "every head at other distances, at most a quarter of all heads",
     )
     seed: Natural = setting(0, "seed of the random tokens and of the shuffled control")
 
@@ -196,7 +197,7 @@ class HeadDetection(ModelWorkflow):
         return {name: self.nodes[name] for name in LEADS} if is_run else {}
 
     def settle(self, store: Store, *, refuses: bool = True) -> Self:
-        """See `Workflow`: adds losses without the induction heads that the first results tell."""
+        """See `Workflow`: adds losses without the induction heads, which the first results select."""
         if not (first := self.first_nodes()):
             return self
         lead = _difference(*(node.open(store)["score"].load() for node in first.values()))

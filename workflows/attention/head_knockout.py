@@ -5,8 +5,9 @@ predicts the next token, so the loss there measures copying from the context (Ol
 prose measures what else the model needs these heads for. The tokens are not those on which the heads were
 chosen.
 
-Controls: equally many random other heads, of the first of these layers and later ones. Heads of earlier
-layers are left out, as everything later reads them: without them a model loses copying and all else.
+Controls: as many random other heads, from the layer of the earliest chosen head on. Earlier heads are left
+out because the chosen heads may read them (an induction head reads previous-token heads), so that zeroing
+them may break copying, too. The claim is therefore against heads of the same and later layers only.
 
 Border: chosen heads in, experiments and claims out; runs nothing.
 """
@@ -58,7 +59,7 @@ class InductionKnockout:
     """The model."""
     heads: tuple[tuple[int, int], ...]
     """(layer, head) of each head whose output is set to zero."""
-    others: tuple[tuple[int, int], ...]
+    control_candidates: tuple[tuple[int, int], ...]
     """(layer, head) of the heads that controls are drawn from."""
     settings: ControlOptions
     """Number of controls, and the seed of all draws."""
@@ -87,9 +88,9 @@ class InductionKnockout:
         count = min(MOST_CONTROLS, self.settings.controls)
         drawn = dict[tuple[tuple[int, int], ...], None]()
         # More draws than controls, as two may choose the same heads.
-        for draw in range(2 * count if len(self.others) > len(self.heads) else 0):
+        for draw in range(2 * count if len(self.control_candidates) > len(self.heads) else 0):
             seed = self.settings.seed + draw
-            drawn[tuple(sorted(chosen_at_random(self.others, len(self.heads), seed=seed)))] = None
+            drawn[tuple(sorted(chosen_at_random(self.control_candidates, len(self.heads), seed=seed)))] = None
         return tuple(drawn)[:count]
 
     def experiments(self) -> Mapping[str, Experiment]:

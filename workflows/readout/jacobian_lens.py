@@ -5,8 +5,8 @@ mean Jacobian of the last stream, where the logit lens decodes it as it is. The 
 read at the last token of prompts with an answer, which are not part of that prose.
 
 Two claims, about prompts whose answer the model itself predicts: the Jacobian lens ranks the answer higher
-than the logit lens does, against differences with random signs; and higher than random lenses, which change
-the states as much, by maps with the same singular values along random directions.
+than the logit lens does, against differences with random signs; and higher than random lenses, whose
+difference from the identity has the same singular values but acts on random directions of the state.
 
 Defaults: prose and facts that ship with mizarr. Where an exact fit would take too long, the lens is an
 unbiased estimate from random cotangents, whose standard error is stated.
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 __all__ = ["JacobianLens", "JacobianLensSettings"]
 
 MOST_PROMPTS, FEWEST_PROMPTS = 16, 8
-"""Largest and smallest number of prompts of prose by default; fewer give no error bars."""
-FACTS, TOKENS = 24, 10
-"""Largest number of facts by default, and their approximate number of tokens."""
+"""Largest and smallest number of prompts of prose by default; fewer give unreliable error bars."""
+FACTS = 24
+"""Largest number of facts by default."""
 WIDTH, LONGEST = 60, 256
 """Line width of the prose in characters, and largest number of tokens of its prompts before they are cut."""
 TOP = 10
@@ -121,8 +121,8 @@ class JacobianLens(ModelWorkflow):
         return {"ranks": ranks, "fit": fit, "readout": readout}
 
     def _fit(self) -> JacobianLensFit:
-        """The fit on the first prompts of the prose, exact or with as many random cotangents as fit into the
-        time of a default."""
+        """The fit on the first prompts of the prose, exact or with as many random cotangents as the
+        operations of a default allow (material/sizes.py)."""
         settings, config = self.settings, self.subject.config
         # Cut off again by the fit: a line of prose may be longer than the context of the fit.
         context, longest = (min(n, config.context_length) for n in (settings.context, LONGEST))
@@ -187,7 +187,7 @@ class JacobianLens(ModelWorkflow):
             text.format("random lenses do on average"),
             own - reference,
             (drawn.values - reference).mean(1),
-            "random lenses with the same singular values",
+            "random lenses whose difference from the identity has the same singular values",
             seed=self.settings.seed,
         )
 
@@ -218,12 +218,16 @@ class JacobianLens(ModelWorkflow):
         """See `Workflow`: median first layer at which each lens has the answer among the most likely
         tokens."""
         parts = [
-            f"the {title} after layer {np.median(first):g} ({len(first)} of {self.known.sum()} answers)"
+            f"{title} layer {np.median(first):g}, {len(first)} of {self.known.sum()} answers"
             for name, title in (("jacobian", "Jacobian lens"), ("logit", "logit lens"))
             if len(first := self._first(name)[~np.isnan(self._first(name))])
         ]
-        read = " and by ".join(parts)
-        return f"The answer is first among the {TOP} most likely tokens by {read}." if parts else ""
+        if not parts:
+            return ""
+        return (
+            "Median over answers of the first layer at which the answer is among the "
+            f"{TOP} most likely tokens: {'; '.join(parts)} (those that are ever among them)."
+        )
 
     def _first(self, lens: str) -> Floats:
         """First source layer with the answer among the most likely tokens, [known prompt]; NaN for none."""
@@ -253,8 +257,8 @@ class JacobianLens(ModelWorkflow):
             title="Rank of the answer by layer",
             caption="x: layer whose residual stream is read at the last token. y: reciprocal of the answer's "
             f"rank, mean over {self.below.sizes['token']} prompts; 1 if it is the most likely token. Random "
-            "lenses: control, median and middle 95 % of lenses with the singular values of the Jacobian lens "
-            "along random directions.",
+            "lenses: control, median and middle 95 % of lenses whose difference from the identity has the "
+            "singular values of that of the Jacobian lens, along random directions.",
             sources=("ranks", "fit"),
             x=tuple(self.below["layer"].values.tolist()),
             x_name="layer",

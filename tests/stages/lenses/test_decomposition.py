@@ -7,7 +7,7 @@ import pytest
 import xarray as xr
 
 import mizarr
-from mizarr.stages.lenses.decomposition import _nonnegative, decompose, variance_share
+from mizarr.stages.lenses.decomposition import _nonnegative, decompose, norm_share
 from mizarr.store.errors import ShapeError
 from tests.stages.lenses.reference import (
     NAMES,
@@ -60,7 +60,7 @@ def test_shares_of_variance_are_those_of_the_reference(name):
         cache = model_of(name).forward([list(ids)], mizarr.HookSpec().capture(*points))
         stream = np.stack([cache[point][0].numpy() for point in points])
         states = xr.DataArray(stream, dims=("layer", "token", "hidden"), coords={"layer": vectors["layer"]})
-        shares.append(variance_share(states, vectors, k=told["k"]))
+        shares.append(norm_share(states, vectors, k=told["k"]))
     for case, settings in told["settings"].items():
         chosen = settings.get("positions")
         rows = [s.isel(token=slice(16, None) if chosen is None else chosen).values for s in shares]

@@ -150,8 +150,8 @@ def test_losses_without_heads_are_those_of_plain_passes(tmp_path):
     best = workflow.lead.values[0].ravel().argsort()[::-1][:2]
     heads = [(int(i) // 6, int(i) % 6) for i in best]
     assert list(workflow.knockout.heads) == heads
-    assert not set(workflow.knockout.others) & set(heads)
-    assert min(layer for layer, _ in workflow.knockout.others) == min(layer for layer, _ in heads)
+    assert not set(workflow.knockout.control_candidates) & set(heads)
+    assert min(layer for layer, _ in workflow.knockout.control_candidates) == min(layer for layer, _ in heads)
     model = mizarr.Model.from_pretrained("specimen")
     # Four sequences that detection did not read: a block of 50 tokens behind the BOS, twice.
     rows = workflow.knockout._texts["repeated"]
