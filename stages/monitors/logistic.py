@@ -4,8 +4,8 @@ Objective of a model: mean loss over its rows, in nats, plus penalty / 2 * |weig
 
 Newton's method with backtracking. Loss and gradient are exact sums over all rows, one pass per step for all
 models. The Hessian comes from a random sample of rows (Byrd et al. 2011, "On the Use of Stochastic Hessian
-Information in Optimization Methods for Machine Learning"), all of them where they are few. So memory does not
-grow with the rows, and the optimum is that of all rows.
+Information in Optimization Methods for Machine Learning"), all of them where they are few. So the optimum is
+that of all rows. States in memory do not grow with the number of rows; labels do.
 
 Axes: row, hidden, model.
 """
@@ -30,7 +30,8 @@ SAMPLE_BYTES = 1 << 25
 STEPS = 60
 """Largest number of passes over the rows."""
 TOLERANCE = 1e-6
-"""Newton decrement, in nats, below which a model has converged."""
+"""Squared Newton decrement, in nats, below which a model has converged: about twice the distance of its
+objective from the minimum, estimated with the sampled Hessian."""
 _ARMIJO = 1e-4
 """Share of the predicted decrease that an accepted step must reach (Nocedal & Wright 2006, eq. 3.4)."""
 _SHORTEST = 2.0**-12
@@ -72,7 +73,8 @@ def fit_logistic(blocks: Blocks, width: int, fit: Fit) -> Floats:
         fit: labels, penalties and folds.
 
     Returns:
-        float64 [model, hidden + 1]; the last column is the bias.
+        float64 [model, hidden + 1]; the last column is the bias. Models that have not converged after STEPS
+        passes are returned as they are.
     """
     n_models = fit.labels.shape[1]
     sample_rows, sample = _sample(blocks, len(fit.labels), width)
@@ -86,7 +88,7 @@ def fit_logistic(blocks: Blocks, width: int, fit: Fit) -> Floats:
         for model in np.flatnonzero(is_active & is_new).tolist():
             step[model] = -_solve(sample, sample_rows, weight[model], gradient[model], fit, model)
             slope[model], length[model] = gradient[model] @ step[model], 1.0
-        # The decrement is twice the distance to the optimum, in nats.
+        # -slope is the squared Newton decrement.
         is_active &= (-slope > TOLERANCE) & (length >= _SHORTEST)
         if not is_active.any():
             break
@@ -118,7 +120,7 @@ def _losses(blocks: Blocks, weight: Floats, fit: Fit) -> tuple[Floats, Floats]:
 
 
 def _solve(sample: Array, rows: Array, weight: Floats, gradient: Floats, fit: Fit, model: int) -> Floats:
-    """Newton step of one model, [hidden + 1]: its gradient divided by the Hessian on the sampled rows."""
+    """Newton step of one model, [hidden + 1]: the gradient times the inverse Hessian of the sampled rows."""
     chance = sigmoid(np.asarray(sample @ weight[:-1].astype(sample.dtype), np.float64) + weight[-1])
     is_fitted = fit.fold[rows] != fit.left_out[model]
     curvature = chance * (1 - chance) * is_fitted / max(int(is_fitted.sum()), 1)

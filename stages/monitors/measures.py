@@ -1,10 +1,10 @@
 """How well scores tell positive from negative examples: ROC area, recall, calibration, and their intervals.
 
-AUROC is the chance that a positive example scores above a negative one, ties counting half (Hanley & McNeil
-1982). Recall is the largest share of positives above a threshold that at most a given share of the negatives
-of the same examples exceeds. The Brier score is the mean squared error of the
-probability; the expected calibration error compares mean probability with the share of positives in bins of
-equally many examples (Naeini et al. 2015).
+AUROC is the probability that a positive example scores above a negative one, ties counting half (Hanley &
+McNeil 1982). Recall is the largest share of positives above a threshold that at most a given share of the
+negatives exceed; the threshold is taken from the same examples, so recall is optimistic. The Brier score is
+the mean squared error of the probability; the expected calibration error compares mean probability with the
+share of positives in bins of equally many examples (Naeini et al. 2015).
 
 Intervals are percentile bootstraps over groups of examples, such as prompts. Two detectors are compared by
 exchanging their ranks in random groups (Venkatraman & Begg 1996).
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...store.arrays import Array, Bools, Floats
-from ..geometry.separation import auroc
+from ..geometry.separation import auroc, mean_ranks
 from .logistic import sigmoid
 
 __all__ = ["MEASURES", "RESAMPLES", "measure", "swapped_differences"]
@@ -68,8 +68,8 @@ def swapped_differences(
 ) -> tuple[float, tuple[float, float], Floats]:
     """Difference in AUROC of two detectors of the same examples, with its interval and null distribution.
 
-    Under the null, it does not matter in any group which detector gave which rank: ranks, because scores of
-    two detectors have no common unit.
+    Under the null, it does not matter in any group which detector gave which rank. Ranks, ties at their mean
+    rank, run from 1 to the number of examples in both detectors; their scores have no common unit.
 
     Arguments:
         first: scores of one detector, [example].
@@ -83,7 +83,7 @@ def swapped_differences(
         AUROC of the first minus that of the second; its 95 % bootstrap interval over groups; and the same
         difference after each exchange, [draw].
     """
-    ranks = [np.unique(score, return_inverse=True)[1] for score in (first, second)]
+    ranks = [mean_ranks(score) for score in (first, second)]
     _, member = np.unique(group, return_inverse=True)
     rng = np.random.default_rng(seed)
     differences = []
@@ -94,7 +94,7 @@ def swapped_differences(
     both = [_Scores(score, label) for score in (first, second)]
     resampled = np.concatenate(
         [
-            both[0].measures(weight, 0.0)[:, 0] - both[1].measures(weight, 0.0)[:, 0]
+            both[0].curves(weight)[2] - both[1].curves(weight)[2]
             for weight in _resamples(group, RESAMPLES, seed)
         ]
     )
@@ -119,15 +119,22 @@ class _Scores:
         # A threshold lies below the last of equal scores.
         self._ends = np.flatnonzero(np.append(np.diff(ordered) != 0, True))
 
-    def rates(self, weight: Floats) -> tuple[Floats, Floats]:
-        """(false-positive rate, true-positive rate) at every threshold, descending, from (0, 0),
-        [resample, threshold]; NaN where a class is missing."""
+    def curves(self, weight: Floats) -> tuple[Floats, Floats, Floats]:
+        """ROC curves of resamples; NaN where a class is missing.
+
+        Arguments:
+            weight: how often each example counts, [resample, example].
+
+        Returns:
+            False-positive rates and true-positive rates at every threshold, descending, from (0, 0), both
+            [resample, threshold]; areas under the curves [resample].
+        """
         rates = []
         for member in (~self._label, self._label):
             above = np.cumsum(weight[:, self._order] * member, axis=1)[:, self._ends]
             with np.errstate(divide="ignore", invalid="ignore"):
                 rates.append(np.pad(above, ((0, 0), (1, 0))) / above[:, -1:])
-        return rates[0], rates[1]
+        return rates[0], rates[1], np.trapezoid(rates[1], rates[0], axis=1)
 
     def measures(self, weight: Floats, false_positives: float) -> Floats:
         """Values of MEASURES, [resample, measure].
@@ -136,8 +143,7 @@ class _Scores:
             weight: how often each example counts, [resample, example].
             false_positives: largest share of negatives above the threshold, for recall.
         """
-        false_rate, true_rate = self.rates(weight)
-        area = np.trapezoid(true_rate, false_rate, axis=1)
+        false_rate, true_rate, area = self.curves(weight)
         # A rounding error must not exclude a threshold with exactly this rate.
         recall = np.where(false_rate <= false_positives + 1e-12, true_rate, 0.0).max(axis=1)
         ordered = weight[:, self._order]

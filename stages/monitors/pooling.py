@@ -84,8 +84,8 @@ def _pooled(states: xr.DataArray, owner: Array, pooling: str) -> Array:
         result -= np.inf
     last = np.cumsum(size) - 1
     for tokens, rows in state_rows(states):
-        here = owner[tokens]
-        prompts, starts = np.unique(here, return_index=True)
+        prompt_of_row = owner[tokens]
+        prompts, starts = np.unique(prompt_of_row, return_index=True)
         # A prompt may end in a later block, so blocks are combined.
         if pooling == "mean":
             result[prompts] += np.add.reduceat(rows.astype(np.float64), starts, axis=0)
@@ -93,8 +93,8 @@ def _pooled(states: xr.DataArray, owner: Array, pooling: str) -> Array:
             result[prompts] = np.maximum(result[prompts], np.maximum.reduceat(rows, starts, axis=0))
         else:
             ends = last[prompts]
-            is_here = ends < tokens.stop
-            result[prompts[is_here]] = rows[ends[is_here] - tokens.start]
+            is_complete = ends < tokens.stop
+            result[prompts[is_complete]] = rows[ends[is_complete] - tokens.start]
     if pooling == "mean":
         result /= size[:, None]
     return result.astype(np.float32, copy=False)

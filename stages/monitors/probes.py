@@ -4,15 +4,17 @@ A probe gives each example, a pooled prompt or a token, the log-odds that it is 
 
 * "logistic": logistic regression with an L2 penalty, chosen by cross-validation (Alain & Bengio 2016);
 * "mass_mean": difference of the class means (Marks & Tegmark 2023, "The Geometry of Truth");
-* "lda": linear discriminant analysis, that difference divided by the covariance within classes, which is
-  shrunk to a multiple of the identity (Chen et al. 2010, "Shrinkage Algorithms for MMSE Covariance
-  Estimation", eq. 23).
+* "lda": linear discriminant analysis, that difference multiplied by the inverse of the covariance within
+  classes, which is shrunk towards a multiple of the identity (Chen et al. 2010, "Shrinkage Algorithms for
+  MMSE Covariance Estimation", eq. 23).
 
-States are standardised by the train part. Scores become log-odds by a logistic regression on the
-out-of-fold scores of the train part (Platt 1999). The test part is scored once, by the probe of the whole
-train part. Beside it: the same with shuffled labels, and with the random labels of control tasks.
+States are standardised by the train part; mass_mean is the difference of the means of unscaled states.
+Scores become log-odds by a logistic regression on the out-of-fold scores of the train part (Platt 1999).
+The test part is scored by the probe of the whole train part and chooses nothing. Controls are probes of
+shuffled labels, and of the random labels of control tasks.
 
-States are read block by block, in a few passes; memory does not grow with their number.
+States are read block by block, in up to about 120 passes. Memory grows with the number of examples only by
+their labels and scores: 9 bytes per example and label column.
 
 Axes: layer, probe (its method), example, hidden, draw. Needs no model and no torch.
 """
@@ -30,7 +32,7 @@ from ...store.errors import ConfigError, ShapeError
 from ...store.identity import model_of, require_same_model
 from ..corpus.token_blocks import ahead, read_rows, token_ranges
 from ..geometry.row_moments import Moments
-from ..geometry.separation import auroc, oracle_shrinkage
+from ..geometry.separation import auroc, shrunk
 from .logistic import Blocks, Fit, fit_logistic
 from .measures import MEASURES, RESAMPLES, measure
 from .pooling import POOLINGS
@@ -53,7 +55,9 @@ _FLATTEST = 1e-3
 """Smallest slope of a calibration: probes that rank no better than chance keep the sign of their scores."""
 
 EXAMPLE = "example|token|prompt|prompt_id"
+"""Axis of the examples in states, under any of the names that it has in captures and pooled states."""
 _PER_PROBE = ("layer", "probe")
+"""Axes of a value of each trained probe."""
 
 
 @stage(
@@ -153,23 +157,13 @@ def train_probes(
     data = {name: np.stack([result[name] for result in results]) for name in results[0]}
     test_auroc = data.pop("test_auroc")
     score = np.full((*data["score"].shape[:2], n), np.nan, np.float32)
-    score[..., parts.index] = data.pop("score")
+    score[..., parts.index] = data["score"]
     fold = np.full(n, TEST - 1, np.int8)
     fold[parts.index] = parts.fold
-    variables: dict[str, Any] = {
-        name: (
-            (*_PER_PROBE, *({"weight": ("hidden",)} | dict.fromkeys(MEASURES, ("bound",))).get(name, ())),
-            array,
-        )
-        for name, array in data.items()
-    }
-    variables |= {
-        "shuffled_auroc": ((*_PER_PROBE, "draw"), test_auroc[..., 1 : 1 + draws]),
-        "score": ((*_PER_PROBE, "example"), score),
-        "fold": (("example",), fold),
-    }
+    values = data | {"shuffled_auroc": test_auroc[..., 1 : 1 + draws], "score": score, "fold": fold}
     if "type" in columns:
-        variables["control_auroc"] = (_PER_PROBE, test_auroc[..., 1 + draws :].mean(axis=-1))
+        values["control_auroc"] = test_auroc[..., 1 + draws :].mean(axis=-1)
+    variables = {name: train_probes.outputs[name].variable(array) for name, array in values.items()}
     return xr.Dataset(
         variables,
         coords={"layer": states["layer"], "probe": list(methods), "bound": ["value", "low", "high"]},
@@ -195,29 +189,30 @@ def probe_scores(states: xr.DataArray, probes: xr.Dataset) -> xr.Dataset:
         score float32 [layer, probe, example].
 
     Raises:
-        ShapeError: The probes lack a layer, or have another width or pooling.
+        ShapeError: The probes lack a layer, or have another width, hook point or pooling.
         StageError: The states are of another model.
     """
     import xarray as xr
 
     require_same_model(states=states, probes=probes)
     layers, width = np.atleast_1d(states["layer"].values).tolist(), states.sizes["hidden"]
-    here, there = _origin(states), _origin(probes)
+    states_origin, probes_origin = _origin(states), _origin(probes)
     if (
         not set(layers) <= set(probes["layer"].values.tolist())
         or width != probes.sizes["hidden"]
-        or here != there
+        or states_origin != probes_origin
     ):
         raise ShapeError(
             f"the probes are for layers {probes['layer'].values.tolist()} of width {probes.sizes['hidden']}, "
-            f"{_origin_text(there)}; found states of layers {layers} and width {width}, "
-            f"{_origin_text(here)}; pass states captured and pooled alike"
+            f"{_origin_text(probes_origin)}; found states of layers {layers} and width {width}, "
+            f"{_origin_text(states_origin)}; pass states captured and pooled alike"
         )
     scores = []
     for i, layer in enumerate(layers):
         probe = probes.sel(layer=layer)
+        weight = np.column_stack([probe["weight"].values, probe["bias"].values])
         rows = _Rows(states.isel(layer=i), np.arange(states.sizes["example"]))
-        scores.append(_scores(rows.blocks, probe["weight"].values, probe["bias"].values, len(rows.index)).T)
+        scores.append(_scores(rows.blocks, weight, len(rows.index)).T)
     coords = {"layer": states["layer"], "probe": probes["probe"]}
     dims = (*_PER_PROBE, "example")
     return xr.Dataset({"score": (dims, np.stack(scores).astype(np.float32))}, coords, model_of(states))
@@ -267,7 +262,7 @@ class _Layer:
         self._is_train = examples.fold != TEST
         self._fold = examples.fold[examples.train]
         self._n_folds = int(self._fold.max()) + 1
-        moments = Moments.of(rows[self._is_train[at]] for at, rows in self._rows.blocks())
+        moments = Moments.of(rows[self._is_train[block]] for block, rows in self._rows.blocks())
         spread = np.sqrt(moments.scatter.diagonal() / moments.n)
         # Constant coordinates stay 0 instead of becoming NaN.
         self._mean, self._scale = (
@@ -290,8 +285,8 @@ class _Layer:
         examples, n_folds = self._examples, self._n_folds
         penalties = PENALTIES if method == "logistic" else (np.nan,)
         left_out = np.repeat(np.arange(n_folds), len(penalties))
-        own = self._fit(method, np.zeros(len(left_out), int), np.tile(penalties, n_folds), left_out)
-        scores = self._scored(own, self._train_blocks, len(examples.train)).reshape(
+        fold_weights = self._fit(method, np.zeros(len(left_out), int), np.tile(penalties, n_folds), left_out)
+        scores = _scores(self._train_blocks, fold_weights, len(examples.train)).reshape(
             -1, n_folds, len(penalties)
         )
         # Each example is scored by the probe that its fold was left out of.
@@ -312,7 +307,7 @@ class _Layer:
         columns = np.arange(self._labels.shape[1])
         final = self._fit(method, columns, np.full(len(columns), penalties[best]), np.full(len(columns), -1))
         slope, offset = _calibration(held_out[:, best], label)
-        all_scores = self._scored(final, self._blocks, len(self._labels))
+        all_scores = _scores(self._blocks, final, len(self._labels))
         test = examples.test
         test_auroc = [auroc(all_scores[test, i], self._labels[test, i]) for i in columns]
         score = all_scores[:, 0].copy()
@@ -329,26 +324,22 @@ class _Layer:
 
     def _blocks(self) -> Iterator[tuple[slice, Array]]:
         """Pass over the standardised rows of all examples."""
-        for at, rows in self._rows.blocks():
-            yield at, (rows - self._mean.astype(rows.dtype)) / self._scale.astype(rows.dtype)
+        for block, rows in self._rows.blocks():
+            yield block, (rows - self._mean.astype(rows.dtype)) / self._scale.astype(rows.dtype)
 
     def _train_blocks(self) -> Iterator[tuple[slice, Array]]:
         """Pass over the standardised rows of the train part."""
         done = 0
-        for at, rows in self._blocks():
-            part = rows[self._is_train[at]]
+        for block, rows in self._blocks():
+            part = rows[self._is_train[block]]
             if len(part):
                 yield slice(done, done + len(part)), part
                 done += len(part)
 
     def _fitted_blocks(self) -> Iterator[tuple[slice, Array]]:
         """Pass over the rows of the train part in the space in which probes are fitted."""
-        for at, rows in self._train_blocks():
-            yield at, rows if self._basis is None else rows @ self._basis
-
-    def _scored(self, weight: Floats, blocks: Blocks, n: int) -> Floats:
-        """Scores [row, model] of standardised rows; weight: [model, hidden + 1]."""
-        return _scores(blocks, weight[:, :-1], weight[:, -1], n)
+        for block, rows in self._train_blocks():
+            yield block, rows if self._basis is None else rows @ self._basis
 
     def _fit(self, method: str, columns: Ints, penalty: Floats, left_out: Ints) -> Floats:
         """Weights for standardised rows, [model, hidden + 1], with the bias last.
@@ -367,7 +358,8 @@ class _Layer:
         if method == "lda":
             contrast = self._whitened(contrast, fit)
         if method == "mass_mean":
-            # The means differ in unscaled states: weights for standardised rows are scaled twice.
+            # The direction is the difference of the means of unscaled states, scale * contrast; as weights
+            # for standardised rows it is multiplied by scale once more.
             contrast, middle = (self._unrotated(vectors) for vectors in (contrast, middle))
             contrast = contrast * np.square(np.where(np.isfinite(self._scale), self._scale, 0.0))
             return np.column_stack([contrast, -(contrast * middle).sum(axis=1)])
@@ -382,20 +374,17 @@ class _Layer:
         return np.column_stack([vectors[:, :width] @ self._basis.T, vectors[:, width:]])
 
     def _whitened(self, contrast: Floats, fit: Fit) -> Floats:
-        """Contrasts [model, hidden] divided by the shrunk covariance within classes of their model's rows."""
+        """Contrasts [model, hidden] multiplied by the inverse of the shrunk covariance within classes of
+        the rows that each model is fitted to."""
         weight = np.zeros_like(contrast)
         for fold in np.unique(fit.left_out):
-            moments = Moments.of(rows[self._fold[at] != fold] for at, rows in self._fitted_blocks())
+            moments = Moments.of(rows[self._fold[block] != fold] for block, rows in self._fitted_blocks())
             for model in np.flatnonzero(fit.left_out == fold):
                 n_positive = int(fit.labels[self._fold != fold, model].sum())
                 # Scatter within classes: that of all rows without that between the two means.
                 between = n_positive * (moments.n - n_positive) / moments.n
                 within = moments.scatter - between * np.outer(contrast[model], contrast[model])
-                covariance = within / max(moments.n - 2, 1)
-                mean = covariance.trace() / self._rows.width
-                shrinkage = oracle_shrinkage(covariance, moments.n, self._rows.width)
-                covariance *= 1 - shrinkage
-                covariance[np.diag_indices_from(covariance)] += shrinkage * mean
+                covariance = shrunk(within / max(moments.n - 2, 1), moments.n, self._rows.width)
                 weight[model] = np.linalg.solve(covariance, contrast[model])
         return weight
 
@@ -403,9 +392,9 @@ class _Layer:
 def _class_means(blocks: Blocks, width: int, fit: Fit) -> tuple[Floats, Floats]:
     """(positive minus negative mean, midpoint of both) of each model's rows, both [model, hidden]."""
     sums, counts = np.zeros((2, len(fit.left_out), width)), np.zeros((2, len(fit.left_out), 1))
-    for at, rows in blocks():
-        is_fitted = fit.is_fitted(at)
-        for side, label in enumerate((fit.labels[at], ~fit.labels[at])):
+    for block, rows in blocks():
+        is_fitted = fit.is_fitted(block)
+        for side, label in enumerate((fit.labels[block], ~fit.labels[block])):
             member = is_fitted & label
             sums[side] += member.T.astype(rows.dtype) @ rows
             counts[side, :, 0] += member.sum(axis=0)
@@ -425,11 +414,11 @@ def _calibration(score: Floats, label: Array) -> tuple[float, float]:
     return max(float(slope), _FLATTEST) / spread, float(offset)
 
 
-def _scores(blocks: Blocks, weight: Floats, bias: Floats, n: int) -> Floats:
-    """Scores [row, model] of n rows; weight: [model, hidden], bias: [model]."""
+def _scores(blocks: Blocks, weight: Floats, n: int) -> Floats:
+    """Scores [row, model] of n rows; weight: [model, hidden + 1], with the bias last."""
     scores = np.empty((n, len(weight)))
-    for at, rows in blocks():
-        scores[at] = rows @ weight.T.astype(rows.dtype) + bias
+    for block, rows in blocks():
+        scores[block] = rows @ weight[:, :-1].T.astype(rows.dtype) + weight[:, -1]
     return scores
 
 

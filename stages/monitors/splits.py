@@ -15,7 +15,7 @@ import numpy as np
 from ...store.arrays import Array, Bools, Ints
 from ...store.errors import ConfigError, PromptError
 
-__all__ = ["TEST", "Examples"]
+__all__ = ["TEST", "Examples", "permuted_labels"]
 
 TEST = -1
 """Value of `Examples.fold` for the test part."""
@@ -98,24 +98,15 @@ class Examples:
     def shuffled(self, draws: int, seed: int) -> Bools:
         """Labels shuffled within the train part and within the test part, [example, draw].
 
-        Labels are permuted among groups if every group has one label, and within groups otherwise: examples
-        of one group are not exchangeable with others then.
+        Arguments:
+            draws: number of shuffled labellings.
+            seed: seed of the shuffles.
         """
         rng = np.random.default_rng(seed)
         labels = np.repeat(self.label[:, None], draws, axis=1)
-        _, first, sizes = np.unique(self.group, return_index=True, return_counts=True)
-        is_pure = (np.bincount(self.group, self.label) % sizes == 0).all()
         for draw in range(draws):
             for part in (self.train, self.test):
-                if is_pure:
-                    members = np.unique(self.group[part])
-                    of_group = np.zeros(len(first), bool)
-                    of_group[members] = rng.permutation(self.label[first[members]])
-                    labels[part, draw] = of_group[self.group[part]]
-                else:
-                    # Sorted by group, then randomly: a permutation within each group.
-                    shuffled = part[np.lexsort((rng.random(len(part)), self.group[part]))]
-                    labels[part[np.argsort(self.group[part], kind="stable")], draw] = self.label[shuffled]
+                labels[part, draw] = permuted_labels(self.label[part], self.group[part], rng)
         return labels
 
     def control_tasks(self, types: Array, draws: int, seed: int) -> Bools:
@@ -134,3 +125,21 @@ class Examples:
         of_type = np.random.default_rng(seed).permuted(alternating, axis=0)
         labels: Bools = of_type[type_of]
         return labels
+
+
+def permuted_labels(label: Bools, group: Array, rng: np.random.Generator) -> Bools:
+    """Labels permuted among groups if every group has one label, within groups otherwise, [example].
+
+    Arguments:
+        label: whether each example is positive, [example].
+        group: group of each example, [example].
+        rng: generator of the permutation.
+    """
+    _, first, member, sizes = np.unique(group, return_index=True, return_inverse=True, return_counts=True)
+    if (np.bincount(member, label) % sizes == 0).all():
+        permuted: Bools = rng.permutation(label[first])[member]
+        return permuted
+    # Sorted by group, then randomly: a permutation within each group.
+    permuted = np.empty_like(label)
+    permuted[np.argsort(member, kind="stable")] = label[np.lexsort((rng.random(len(label)), member))]
+    return permuted

@@ -1,4 +1,4 @@
-"""Labelled texts that a monitor tells apart, and what can be told from the texts alone.
+"""Labelled texts for the workflow `monitor`, and word features for its text baselines.
 
 From a file (probe_targets.py), or shipped: clauses of prose as they are written, and the same words in random
 order. The two texts of a pair have equal words, so that counts of words cannot tell them apart.
@@ -69,7 +69,7 @@ def read_labelled_texts(path: str, positive: str, groups: str) -> LabelledTexts:
 
     Arguments:
         path: the file.
-        positive: label to detect; empty for the last of two.
+        positive: label to detect; empty for, of two labels, the last in alphabetical order.
         groups: field that names the group of a text; empty to make each text a group.
 
     Raises:
@@ -94,8 +94,8 @@ def read_labelled_texts(path: str, positive: str, groups: str) -> LabelledTexts:
     if positive and positive not in labels:
         near = nearest(positive, labels)
         raise ConfigError(
-            f"expected positive to be a label of {path!r} ({listed}), found {positive!r}"
-            + (f"; did you mean {near!r}?" if near else "")
+            f"expected the label to detect, {positive!r}, in {path!r}, found {listed}; "
+            + (f"did you mean {near!r}?" if near else "set positive to a label of every file")
         )
     if not positive and len(labels) > 2:
         raise ConfigError(
@@ -138,6 +138,8 @@ def shuffled_clauses(prose: str) -> LabelledTexts:
 
 def word_features(texts: Sequence[str]) -> tuple[Floats, Floats]:
     """(counts of words, tf-idf) of texts, both [text, word]; words in a single text are left out.
+
+    The vocabulary and the rarities are those of all texts, the test part included.
 
     Arguments:
         texts: the texts; words are runs of letters, digits and underscores, in lower case.

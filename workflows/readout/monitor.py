@@ -1,12 +1,12 @@
 """How well does a probe detect a property of prompts, and does it know more than their words?
 
 Probes of pooled states of every layer, trained on half of the prompts (stages/monitors/probes.py). Layer,
-pooling and method are chosen by cross-validation in that half; the other half scores them once. Baselines:
-probes of counts of words, of tf-idf, and of the embeddings.
+pooling, method and text baseline are chosen by cross-validation in that half; scores on the other half, the
+test part, choose nothing. Baselines: probes of counts of words, of tf-idf, and of the embeddings.
 
-`probe` asks where in a text a count or label of tokens can be read. Here a prompt has one label, and the
-question is whether the detector is worth having: its recall at few false alarms, its calibration, its gain
-over the text alone, and its transfer to other prompts.
+The workflow `probe` asks where in a text a count or label of tokens can be read. Here a prompt has one label,
+and the question is whether the detector is worth having: its recall at few false alarms, its calibration, its
+gain over the text alone, and its transfer to other prompts.
 
 Default: clauses of prose against the same words in random order (material/monitor_texts.py).
 """
@@ -27,7 +27,7 @@ from ...stages.geometry.separation import auroc
 from ...stages.monitors.measures import RESAMPLES, measure, swapped_differences
 from ...stages.monitors.pooling import pooled_states
 from ...stages.monitors.probes import METHODS, probe_scores, train_probes
-from ...stages.monitors.splits import Examples
+from ...stages.monitors.splits import TEST, Examples, permuted_labels
 from ...store.errors import ConfigError
 from ..claim import Claim
 from ..labelled import column
@@ -56,7 +56,7 @@ __all__ = ["Monitor", "MonitorSettings"]
 TEXT_BASELINES = {"words": "counts of words", "tf_idf": "tf-idf of words"}
 """Names of the nodes of text baselines -> their descriptions."""
 LEAST = 60
-"""Smallest number of prompts by default: the intervals of fewer hold all values."""
+"""Smallest number of prompts by default: with fewer, the intervals are too wide to decide anything."""
 NAMES = {"logistic": "logistic", "mass_mean": "mass-mean", "lda": "LDA"}
 """Descriptions of the methods."""
 
@@ -73,12 +73,15 @@ class MonitorSettings(ControlSettings, ModelSettings):
     labels: str = setting(
         "", "file of labelled texts (CSV, JSON or JSON lines); none: clauses of prose, in order and shuffled"
     )
-    positive: str = setting("", "label to detect; none: the last of two")
+    positive: str = setting("", "label to detect; none: of two labels, the last in alphabetical order")
     groups: str = setting(
         "",
         "field of the labelled texts that names their group, all of which is train or test; none: each text",
     )
-    transfer: str = setting("", "file of other labelled texts, which the trained probes are scored on")
+    transfer: str = setting(
+        "",
+        "file of other labelled texts with the same label to detect, which the trained probes are scored on",
+    )
     examples: Natural | None = setting(
         None, "largest number of texts of each file; 0: all; none: by the size of the model"
     )
@@ -128,12 +131,13 @@ class Monitor(ModelWorkflow):
         """Nodes of the probes by pooling, of the baselines, and of the scores on other texts.
 
         Raises:
+            ConfigError: for a file without the label to detect.
             PromptError: for texts without label, of one label, or too few for all folds.
         """
         settings = self.settings
-        self.examples = self._texts(settings.labels)
-        self.transferred = self._texts(settings.transfer) if settings.transfer else None
-        examples = self.examples
+        self.examples = examples = self._texts(settings.labels, settings.positive)
+        # With its own default, a file could have another label to detect.
+        self.transferred = self._texts(settings.transfer, examples.positive) if settings.transfer else None
         split: dict[str, Any] = {
             "folds": settings.folds,
             "test_share": settings.test_share,
@@ -163,11 +167,11 @@ class Monitor(ModelWorkflow):
                 )
         return nodes
 
-    def _texts(self, path: str) -> LabelledTexts:
-        """Labelled texts of a file, or shipped ones; as many as the settings allow."""
+    def _texts(self, path: str, positive: str) -> LabelledTexts:
+        """Labelled texts of a file, or shipped ones if `path` is empty; as many as the settings allow."""
         settings = self.settings
         if path:
-            examples = read_labelled_texts(path, settings.positive, settings.groups)
+            examples = read_labelled_texts(path, positive, settings.groups)
         else:
             examples = shuffled_clauses(shipped_prose())
         if settings.examples == 0:
@@ -248,7 +252,7 @@ class Monitor(ModelWorkflow):
     @property
     def _is_test(self) -> Array:
         """Whether each text is in the test part, bool [text]."""
-        is_test: Array = self.result(self.chosen["node"])["fold"].values == -1
+        is_test: Array = self.result(self.chosen["node"])["fold"].values == TEST
         return is_test
 
     def claims(self) -> Iterator[Claim]:
@@ -301,22 +305,25 @@ class Monitor(ModelWorkflow):
             seed=settings.seed,
         )[0]
         rng = np.random.default_rng(settings.seed)
-        draws = [auroc(score, rng.permutation(texts.is_positive)) for _ in range(settings.controls)]
+        draws = [
+            auroc(score, permuted_labels(texts.is_positive, texts.group, rng))
+            for _ in range(settings.controls)
+        ]
         return Claim(
             f"the same probe detects {texts.positive!r} in {label_of(settings.transfer)}, AUROC",
             float(area[0]),
-            Null(np.array(draws), "permutations of the labels"),
+            Null(np.array(draws), "permutations of the labels among or within groups of texts"),
             spread=(float(area[1]), float(area[2])),
             prompts=len(score),
             held_out=True,
         )
 
     def claims_caption(self) -> str:
-        """How the probe was chosen, and what the chances are."""
+        """Caption of the claims: how the detectors were chosen, and what AUROC means."""
         return (
-            "AUROC: chance that a positive prompt scores above a negative one; 0.5 is chance. Layer, "
-            "pooling, method and text baseline have the largest AUROC in cross-validation on the train part; "
-            "the test part is scored once."
+            "AUROC: probability that a positive prompt scores above a negative one; 0.5 is chance. Layer, "
+            "pooling, method and text baseline were chosen by cross-validation in the train part; scores on "
+            "the test part chose nothing."
         )
 
     @property
@@ -324,10 +331,11 @@ class Monitor(ModelWorkflow):
         """See `Workflow`: the chosen probe and the text baseline, on the test part."""
         record, baseline = self.chosen, self.text_baseline
         return (
-            f"{_capital(_description(record, self.settings.point))} detects {self.examples.positive!r} with "
-            f"AUROC {record['auroc'][0]:.3f} ({record['auroc'][1]:.3f} to {record['auroc'][2]:.3f}) and "
-            f"finds {record['recall'][0]:.0%} of them at {self.settings.false_positives:.0%} false "
-            f"positives; {baseline['baseline']}: {baseline['auroc'][0]:.3f}."
+            f"Chosen detector: {_description(record, self.settings.point)}. It detects "
+            f"{self.examples.positive!r} with AUROC {record['auroc'][0]:.3f} ({record['auroc'][1]:.3f} to "
+            f"{record['auroc'][2]:.3f}; {baseline['baseline']}: {baseline['auroc'][0]:.3f}) and finds "
+            f"{record['recall'][0]:.0%} of these prompts at the threshold of "
+            f"{self.settings.false_positives:.0%} false positives in the test part."
         )
 
     # -- views
@@ -370,7 +378,7 @@ class Monitor(ModelWorkflow):
         title = f"AUROC of probes of {question} by layer of {self.subject.name}"
         curves = self._curves(title)
         yield from together("monitor", title, curves, caption=curves.caption)
-        kind = f"{NAMES[chosen['method']]} probe of {settings.point}, pooled by {chosen['pooling']}, by layer"
+        kind = f"{NAMES[chosen['method']]} probe of {settings.point}, pooled by {chosen['pooling']}"
         yield Table.of(
             kinds[chosen["node"], chosen["method"]],
             ("layer", "layer", "d"),
@@ -379,7 +387,7 @@ class Monitor(ModelWorkflow):
             ("control task", "control_auroc", _or_dash(".3f")),
             ("selectivity", lambda record: record["auroc"][0] - record["control_auroc"], _or_dash("+.3f")),
             strong=lambda record: record is chosen,
-            title=_capital(kind),
+            title=f"By layer: {kind}",
             caption=f"One row per layer. {self._caption} Shuffled: median AUROC of {settings.controls} "
             "probes of shuffled labels. Control task: AUROC of probes of random labels, the same for all "
             "prompts with the same last word; selectivity: AUROC minus that (Hewitt & Liang 2019). Bold: the "
@@ -401,8 +409,10 @@ class Monitor(ModelWorkflow):
     def _caption(self) -> str:
         return (
             "CV AUROC: mean over held-out folds of the train part. Interval: bootstrap over groups of test "
-            f"prompts. Recall: share of positives found at {self.settings.false_positives:.0%} false "
-            "positives. Brier: mean squared error of the probability. ECE: expected calibration error."
+            "prompts. Recall: largest share of positives above a threshold that at most "
+            f"{self.settings.false_positives:.0%} of the negatives exceed; the threshold is taken from the "
+            "test part itself, so it is optimistic. Brier: mean squared error of the probability. ECE: "
+            "expected calibration error."
         )
 
     def _curves(self, title: str) -> Lines:
@@ -475,14 +485,10 @@ def _as_states(features: Array) -> xr.DataArray:
 
 
 def _description(record: dict[str, Any], point: str) -> str:
-    """A probe in words: "a logistic probe of resid_post after layer 3 (mean over tokens)"."""
+    """A probe in words: "a logistic probe of resid_post at layer 3 (mean over tokens)"."""
     pooled = {"last": "last token", "mean": "mean over tokens", "max": "maximum over tokens"}
     where = f"{point} at layer {record['layer']} ({pooled[record['pooling']]})"
     return f"a{'n' if record['method'] == 'lda' else ''} {NAMES[record['method']]} probe of {where}"
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _or_dash(spec: str) -> Any:

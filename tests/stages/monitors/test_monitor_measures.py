@@ -85,6 +85,18 @@ def test_detectors_of_equal_quality_differ_by_chance_and_a_better_one_beyond_it(
         assert abs(null.mean()) < 0.02
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_ties_of_one_detector_do_not_widen_the_null(seed):
+    """A detector with three scores against one without ties: exchanges vary as little as resamples."""
+    rng = np.random.default_rng(seed)
+    label = rng.integers(2, size=300).astype(bool)
+    fine = 1.2 * label + rng.normal(size=300)
+    coarse = np.clip(np.round(0.6 * label + 0.7 * rng.normal(size=300)), 0, 2)
+    effect, (low, high), null = swapped_differences(fine, coarse, label, np.arange(300), draws=199, seed=0)
+    assert null.std() == pytest.approx((high - low) / 3.92, rel=0.3)
+    assert effect > null.max()
+
+
 def test_a_missing_class_has_no_area():
     values = measure(np.arange(4.0), np.ones(4, bool), np.arange(4), **OPTIONS)
     assert np.isnan(values[0]).all()

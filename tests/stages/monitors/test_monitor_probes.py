@@ -8,6 +8,7 @@ import xarray as xr
 
 from mizarr.stages.monitors import probes as module
 from mizarr.stages.monitors.probes import METHODS, PENALTIES, probe_scores, train_probes
+from mizarr.stages.monitors.splits import Examples, permuted_labels
 from mizarr.stages.monitors.trained import TrainedProbe
 from mizarr.store.errors import ConfigError, PromptError, ShapeError, StageError
 
@@ -166,13 +167,28 @@ def test_copies_in_other_groups_leak_and_groups_prevent_it():
 
 
 def test_pairs_are_shuffled_within_each_pair():
-    from mizarr.stages.monitors.splits import Examples
-
     label = np.tile([0.0, 1.0], 50)
     examples = Examples.of(label, np.repeat(np.arange(50), 2), folds=5, test_share=0.5, seed=0)
     shuffled = examples.shuffled(20, 0)
     assert (shuffled.reshape(50, 2, 20).sum(axis=1) == 1).all()
     assert 0.3 < (shuffled != examples.label[:, None]).mean() < 0.7
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_labels_of_whole_groups_are_permuted_among_them(seed):
+    rng = np.random.default_rng(seed)
+    group = 7 * rng.permutation(np.repeat(np.arange(12), 5))
+    label = group % 2 == 0
+    permuted = np.array([permuted_labels(label, group, rng) for _ in range(40)])
+    for member in np.unique(group):
+        of_group = permuted[:, group == member]
+        assert (of_group == of_group[:, :1]).all()
+    assert (permuted.sum(axis=1) == label.sum()).all()
+    assert 0.3 < (permuted != label).mean() < 0.7
+    # A single group with both labels: all labels stay within their groups.
+    label[np.flatnonzero(group == 0)[0]] = False
+    permuted = permuted_labels(label, group, rng)
+    assert (np.bincount(group, permuted) == np.bincount(group, label)).all()
 
 
 def test_control_tasks_are_learnt_where_states_tell_types_apart():

@@ -33,14 +33,14 @@ def write(tmp_path: Path):
     return written
 
 
-def moods(n: int, seed: int = 0, **more):
+def moods(n: int, seed: int = 0, ends: tuple[str, ...] = ("light", "dark"), **more):
     """Texts whose label is one word of them, in pairs that share all others."""
     rng = np.random.default_rng(seed)
     words = ["it", "was", "the", "best", "of", "times", "we", "had", "nothing", "before", "us"]
     rows = []
     for i in range(n):
         text = " ".join(rng.choice(words, 6))
-        rows += [{"text": f"{text} {end}", "label": end, "pair": i} | more for end in ("light", "dark")]
+        rows += [{"text": f"{text} {end}", "label": end, "pair": i} | more for end in ends]
     return rows
 
 
@@ -98,6 +98,36 @@ def test_labels_in_the_words_are_read_from_them_and_transfer(tiny_model, write, 
     assert (third.prompts, third.is_beyond_chance) == (40, True)
     assert done.result("transfer_last").sizes["example"] == 40
     assert (done.examples.positive, done.examples.negative) == ("dark", "light")
+
+
+def test_labels_of_transfer_are_permuted_by_group(tiny_model, write, tmp_path):
+    """With one group per label, a permutation keeps all labels or exchanges both."""
+    other = [row | {"pair": row["label"]} for row in moods(20, seed=1)]
+    given = {"labels": write(moods(40)), "groups": "pair", "transfer": write(other, "other.jsonl"), **FEW}
+    done = compute("monitor", store=tmp_path / "store", model=str(tiny_model), **given)
+    claim = list(done.claims())[2]
+    assert claim.effect > 0.9
+    is_kept = np.isclose(claim.null.values, claim.effect)
+    assert 0 < is_kept.sum() < 19
+    np.testing.assert_allclose(claim.null.values[~is_kept], 1 - claim.effect)
+    assert not claim.is_beyond_chance
+
+
+def test_the_label_to_detect_is_the_same_in_transfer(tiny_model, write):
+    """By itself the other file would give its own last label, "zinc"."""
+    given = {"model": str(tiny_model), "labels": write(moods(20)), **FEW}
+    other = write(moods(10, ends=("light", "zinc")), "other.jsonl")
+    workflow = build("monitor", transfer=other, **given)
+    assert (workflow.examples.positive, workflow.transferred.positive) == ("light", "light")
+    assert [text.endswith("light") for text in workflow.transferred.texts] == (
+        workflow.transferred.is_positive.tolist()
+    )
+    other = write(moods(10, ends=("tin", "zinc")), "other.jsonl")
+    with pytest.raises(
+        ConfigError, match=r"'light', in .*other.jsonl', found tin, zinc; set positive"
+    ) as caught:
+        build("monitor", transfer=other, **given)
+    assert "\n" not in str(caught.value)
 
 
 def test_without_controls_nothing_is_claimed(tiny_model, write, tmp_path):
