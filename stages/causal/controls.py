@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from ...store.arrays import Floats
 from ...store.errors import ConfigError
+from ..geometry.separation import mean_ranks
 
 __all__ = [
     "CHANCE",
@@ -305,7 +306,7 @@ def rank_correlation(x: Floats, y: Floats) -> float:
         x: Values [item].
         y: Values [item].
     """
-    return correlation(_ranks(x), _ranks(y))
+    return correlation(mean_ranks(x), mean_ranks(y))
 
 
 def correlation(x: Floats, y: Floats) -> float:
@@ -320,11 +321,3 @@ def correlation(x: Floats, y: Floats) -> float:
     scale = float(np.linalg.norm(x) * np.linalg.norm(y))
     # Two points always correlate by 1 or -1.
     return float(x @ y) / scale if len(x) > 2 and scale > 0 else float("nan")
-
-
-def _ranks(values: Floats) -> Floats:
-    """Ranks of values from 1, float64 [item]; equal values get their mean rank."""
-    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
-    # Mean of the ranks that a group of ties covers: cumsum is its last rank.
-    ranks: Floats = (np.cumsum(counts) - (counts - 1) / 2)[group]
-    return ranks
