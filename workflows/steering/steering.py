@@ -179,8 +179,8 @@ class Steering(ModelWorkflow):
         return (
             f"{self.subject.name} predicts {int((order > 0).sum())} of {len(order)} held-out texts (the "
             f"{self._sides[1]}s) better than their tokens in random order, no more than chance. It may not "
-            "model such texts at all, so nothing is claimed: give more texts of several tokens, or texts in a "
-            "language that it was trained on, with data=FILE."
+            "model such texts at all, so nothing is claimed: give more texts of several tokens, or texts in "
+            "a language that it was trained on, with data=FILE."
         )
 
     def claims(self) -> Iterator[Claim]:
