@@ -1,9 +1,9 @@
-"""Directions that tell two sets of states apart, and projections on them.
+"""Directions that separate two sets of states, and projections on them.
 
 A difference of means ("contrastive" direction; Rimsky et al. 2024, "Steering Llama 2 via Contrastive
 Activation Addition"; Marks and Tegmark 2023, "The Geometry of Truth": mass-mean probing) is the simplest
-probe, and the one whose direction best matches the effect of interventions. Projections are counted from the
-midpoint of the two means.
+probe; for truth, Marks and Tegmark found that its direction has larger causal effects than those of logistic
+regression. Projections are counted from the midpoint of the two means.
 
 `steering_direction` also has the other usual ones: the first principal component of the differences of
 contrast pairs (Zou et al. 2023, "Representation Engineering"), the weights of a logistic regression, and
@@ -27,7 +27,7 @@ from ...store.errors import ShapeError, StageError
 from ...store.identity import model_of, require_same_model
 from ..corpus.state_cells import added, as_layers, by_layer, end_to_end, state_rows, token_labels
 from .probe import fit_linear
-from .separation import auroc, oracle_shrinkage
+from .separation import auroc, shrunk
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -46,7 +46,7 @@ SIDES = ["positive", "negative"]
 """Labels of the `side` axis."""
 POSITIVE, NEGATIVE = 1, -1
 """Values that say which side a token belongs to; 0 excludes a token."""
-_NONE = 1e-10
+_ZERO_NORM = 1e-10
 """Norm below which a difference of means counts as zero, and has no direction."""
 METHODS = ("mean", "pca", "logistic", "lda")
 """Methods that make a direction of two sets of states, see `steering_direction`."""
@@ -129,7 +129,7 @@ def contrastive_direction(sums: xr.Dataset) -> xr.Dataset:
         )
     mean = (sums["total"] / sums["n"]).transpose("layer", "side", "hidden")
     contrast = difference_of_means(mean)
-    lost = contrast["layer"].values[contrast["norm"].values <= _NONE].tolist()
+    lost = contrast["layer"].values[contrast["norm"].values <= _ZERO_NORM].tolist()
     if lost:
         raise StageError(
             f"expected two sides that differ in every layer, found a difference of 0 at layers {lost}, which "
@@ -210,7 +210,12 @@ def projection_scores(states: xr.DataArray, contrast: xr.Dataset) -> xr.Dataset:
     outputs={
         "unit": Output(("layer", "hidden"), "1", "direction towards the positive side, at length 1"),
         "norm": Output(("layer",), "1", "length of the difference of the two means"),
-        "auc": Output(("layer",), "1", "share of pairs of held-out states in the right order along it"),
+        "auc": Output(
+            ("layer",),
+            "1",
+            "probability that a held-out positive state lies farther along the direction than a held-out "
+            "negative one",
+        ),
         "n": Output(("part", "side"), "tokens", "states of each side"),
     },
     cells="layer",
@@ -233,13 +238,13 @@ def steering_direction(
         pair: int [token], number of the contrast pair; read by the method "pca" alone.
         held_out: bool or int [token], whether a token is kept out of the direction, to judge it.
         method: "mean", difference of the means; "pca", first principal component of the differences of pairs,
-            around zero; "logistic", weights of a logistic regression; "lda", the difference of the means
-            multiplied by the inverse of the covariance within sides.
+            around zero; "logistic", weights of a logistic regression on standardised states; "lda", the
+            difference of the means multiplied by the inverse of the covariance within sides, shrunk towards a
+            multiple of the identity (`oracle_shrinkage`); states are not standardised.
 
     Returns:
         float64 unit [layer, hidden] and norm [layer] of the states that are not held out; auc [layer] of the
-        held-out ones, 0.5 for a direction that tells nothing, NaN without held-out states of both sides; n
-        int64 [part, side].
+        held-out ones, 0.5 is chance, NaN without held-out states of both sides; n int64 [part, side].
 
     Raises:
         ShapeError: Not one value per token, or another value than 1, -1 and 0 in `side`.
@@ -272,7 +277,7 @@ def steering_direction(
     for layer in states["layer"].values.tolist():
         rows = states.sel(layer=layer).values.astype(np.float64)
         contrast = rows[~out & (sides == POSITIVE)].mean(0) - rows[~out & (sides == NEGATIVE)].mean(0)
-        if (norm := float(np.linalg.norm(contrast))) <= _NONE:
+        if (norm := float(np.linalg.norm(contrast))) <= _ZERO_NORM:
             raise StageError(
                 f"expected two sides that differ in every layer, found equal means at layer {layer}, which "
                 "have no direction; choose other tokens, or leave this layer out"
@@ -306,7 +311,9 @@ def _direction(method: str, rows: Array, sides: Array, pair: Array, contrast: Ar
     """
     is_positive, direction = sides == POSITIVE, contrast
     if method == "pca":
-        positive, negative = (rows[of][np.argsort(pair[of])] for of in (is_positive, ~is_positive))
+        positive, negative = (
+            rows[members][np.argsort(pair[members])] for members in (is_positive, ~is_positive)
+        )
         direction = np.linalg.svd(positive - negative, full_matrices=False)[2][0]
         # A principal component has no sign of its own.
         direction = direction if direction @ contrast >= 0 else -direction
@@ -314,12 +321,11 @@ def _direction(method: str, rows: Array, sides: Array, pair: Array, contrast: Ar
         weight, _ = fit_linear(rows, is_positive.astype(np.int64), PENALTY, is_label=True)
         direction = weight[0]
     elif method == "lda":
-        within = np.concatenate([rows[of] - rows[of].mean(0) for of in (is_positive, ~is_positive)])
+        within = np.concatenate(
+            [rows[members] - rows[members].mean(0) for members in (is_positive, ~is_positive)]
+        )
         covariance = within.T @ within / len(within)
-        shrinkage = oracle_shrinkage(covariance, *within.shape)
-        covariance *= 1 - shrinkage
-        covariance[np.diag_indices_from(covariance)] += shrinkage * np.square(within).mean()
-        direction = np.linalg.solve(covariance, contrast)
+        direction = np.linalg.solve(shrunk(covariance, *within.shape), contrast)
     return direction
 
 

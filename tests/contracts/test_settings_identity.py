@@ -181,6 +181,7 @@ OTHERS: dict[tuple[str, str], Any] = {
     ("monitor", "false_positives"): 0.1,
     ("steering", "method"): "pca",
     ("steering", "strengths"): (2.0,),
+    ("steering", "pairs"): 5,
     ("steering_dose_response", "doses"): (2.0,),
     ("steering_convergence", "inject_position"): 1,
     ("steering_convergence", "threshold"): 0.5,

@@ -66,7 +66,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "ov_qk": ({}, "attention heads with query, key and value matrices, and rwkv6 has none"),
     "composition": ({}, "attention heads with query, key and value matrices, and rwkv6 has none"),
     "evaluate": ({"limit": 4, "sequences": 4, "length": 12, "facts": 8, "controls": 20}, ""),
-    "steering": ({"pairs": 4, "controls": 4, "layers": [0, 1], "strengths": [1.0], "max_tokens": 4}, ""),
+    "steering": ({"pairs": 5, "controls": 4, "layers": [0, 1], "strengths": [1.0], "max_tokens": 4}, ""),
     "steering_dose_response": ({}, ATTENDS),
     "steering_convergence": (
         {"prompt": PROMPT, "contrastive": OTHER, "controls": 2, "strength_steps": 1},

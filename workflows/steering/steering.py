@@ -1,4 +1,4 @@
-"""Does a direction steer what a model writes? Contrast pairs, a direction, and random directions as long.
+"""Does a direction steer what a model writes? Contrast pairs, a direction, and random ones of the same norm.
 
 A contrast pair is a prompt with a positive and a negative continuation, such as the same sentence in French
 and in English (material/samples/contrasts.py, or a file of the user). One half of the pairs makes a direction
@@ -6,10 +6,10 @@ after each candidate layer and chooses layer and strength; the other half is sco
 (stages/causal/pushes/steered_texts.py).
 
 The claim: steering raises the log-probability per token of held-out positive continuations, compared with
-random directions of the same length in the same layer. A model that reads a text no better in its order than
-with its tokens shuffled cannot be steered to write it, though a direction may raise the probability of single
-tokens even in a network with random weights, whose head is its embedding; so nothing is claimed unless a sign
-test over the held-out pairs shows that the model reads them.
+random directions of the same norm in the same layer. Nothing is claimed unless the model predicts the
+held-out negative continuations better in their order than with their tokens shuffled (sign test): a direction
+may raise the probability of single tokens even in a network with random weights and tied embeddings. Whether
+the model can predict the positive continuations is not tested.
 
 Defaults are smaller for large models (material/sizes.py).
 """
@@ -45,7 +45,7 @@ FIELDS = ("prompt", "positive", "negative")
 CANDIDATES = 6
 """Largest number of candidate layers by default, evenly spaced."""
 FEWEST_PAIRS = 5
-"""Smallest number of pairs by default: of fewer, no sign test is below 5 %."""
+"""Smallest number of pairs to choose on, and to score: of fewer, no sign test is below 5 %."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class SteeringSettings(ControlSettings, ModelSettings):
     """Settings of the workflow `steering`: contrast pairs, candidate layers and strengths, and the method.
 
     Raises:
-        ConfigError: for an unknown preset, and for a preset beside a file.
+        ConfigError: for an unknown preset, a preset together with a file, and fewer pairs than a claim needs.
     """
 
     preset: str = setting("", f"shipped contrast pairs: {', '.join(PRESETS)}; none: french")
@@ -70,12 +70,12 @@ class SteeringSettings(ControlSettings, ModelSettings):
     )
     strengths: tuple[float, ...] = setting(
         (0.25, 0.5, 1.0),
-        "candidate strengths; at 1 the mean of the negative states moves to the positive one",
+        "candidate strengths; at 1 the added vector is as long as the difference of the two mean states",
     )
     pairs: Natural = setting(
         0,
         "pairs to choose layer and strength on, and as many held-out ones to score; 0: half of them, or "
-        "fewer for a large model",
+        f"fewer for a large model; at least {FEWEST_PAIRS} for a claim",
     )
     max_tokens: Count = setting(16, "number of tokens of the generated texts")
 
@@ -86,6 +86,11 @@ class SteeringSettings(ControlSettings, ModelSettings):
                 "one out"
             )
         preset_of(self.preset or "french", PRESETS)
+        if self.controls and 0 < self.pairs < FEWEST_PAIRS:
+            raise ConfigError(
+                f"expected pairs of at least {FEWEST_PAIRS}, as no sign test of fewer is below 5 %, found "
+                f"{self.pairs}; ask for {FEWEST_PAIRS} or more, or for no claim: controls=0"
+            )
 
 
 class Steering(ModelWorkflow):
@@ -123,12 +128,12 @@ class Steering(ModelWorkflow):
                 f"expected pairs of at most {half}, half of the {len(pairs)} contrast pairs, found "
                 f"{settings.pairs}; ask for fewer, or give more: data=FILE"
             )
-        runs_to_choose, runs_to_score = len(layers) * len(settings.strengths) + 1, settings.controls + 2
+        runs_to_choose, runs_to_score = len(layers) * len(settings.strengths) + 1, settings.controls + 4
         n_chosen, n_scored = (
             settings.pairs or affordable(one_run * runs, half, least=FEWEST_PAIRS)
             for runs in (runs_to_choose, runs_to_score)
         )
-        # Every other pair: neighbours in a file are often about the same thing.
+        # Every other pair, so that both halves of a file sorted by topic have the same topics.
         self.scored = self.texts[1::2][:n_scored]
         experiment = SteeredTexts(
             tuple(pairs[::2][:n_chosen]),
@@ -173,9 +178,9 @@ class Steering(ModelWorkflow):
             return ""
         return (
             f"{self.subject.name} predicts {int((order > 0).sum())} of {len(order)} held-out texts (the "
-            f"{self._sides[1]}s) better than their tokens in random order, no more than chance. That does "
-            "not show that it reads them, so nothing is claimed: give more texts, or texts in a language "
-            "that it was trained on, with data=FILE."
+            f"{self._sides[1]}s) better than their tokens in random order, no more than chance. It may not "
+            "model such texts at all, so nothing is claimed: give more texts of several tokens, or texts in "
+            "a language that it was trained on, with data=FILE."
         )
 
     def claims(self) -> Iterator[Claim]:
@@ -189,7 +194,7 @@ class Steering(ModelWorkflow):
             f"{int(steered['chosen_layer'])} raises the log-probability per token of the {self._sides[0]}",
             gains,
             draws,
-            "random directions of the same length in the same layer",
+            "random directions of the same norm in the same layer",
             seed=self.settings.seed,
             held_out=True,
             unit="nats",
@@ -197,7 +202,8 @@ class Steering(ModelWorkflow):
         )
 
     def claims_caption(self) -> str:
-        """Caption of the claim: how layer and strength were chosen, and what steering does to the fluency."""
+        """Caption of the claim: how layer and strength were chosen, and the loss of the generated texts with
+        and without steering."""
         return (
             f"Layer and strength were chosen among {self.steered['gain'].size} candidates on "
             f"{len(self.nodes['steered'].experiment.chosen_on)} other pairs, which also made the direction. "  # type: ignore[attr-defined]
@@ -248,41 +254,36 @@ class Steering(ModelWorkflow):
             ("loss steered", "steered_loss", ".2f"),
             title=f"{self.subject.name}: held-out prompts continued, steered after layer {layer} with "
             f"strength {strength:g}",
-            caption="One row per held-out pair. Gain: of the log-probability per token of the "
+            caption="One row per held-out pair. Gain: increase of the log-probability per token of the "
             f"{self._sides[0]} by steering, in nats. Loss: per token of the generated text, in the unsteered "
             "model, in nats.",
             sources=("steered",),
             json={"texts": rows},
         )
-        by_layer = records(steered.drop_vars("gain"), "layer", "auc", "norm")
-        gains = steered["gain"].transpose("layer", "strength").values.tolist()
-        candidates = [
-            {"layer": number, "gain": gain, **row}
-            for number, gain, row in zip(steered["layer"].values.tolist(), gains, by_layer, strict=True)
-        ]
+        candidates = records(steered, "layer", "layer", "gain", "auc", "norm")
         yield Table.of(
             candidates,
             ("layer", "layer", "d"),
             ("AUC", "auc", ".3f"),
-            ("length", "norm", ".2f"),
+            ("norm", "norm", ".2f"),
             *(
                 (f"gain at {value:g}", lambda row, i=i: row["gain"][i], "+.3f")
                 for i, value in enumerate(steered["strength"].values.tolist())
             ),
             strong=lambda row: row["layer"] == layer,
             title="Candidates by layer",
-            caption="One row per candidate layer. AUC: share of pairs of held-out continuations that the "
-            "direction puts in the right order. Length: of the vector at strength 1. Gain: of the "
-            f"log-probability per token of the {self._sides[0]}, by strength, on the pairs that choose, in "
-            "nats. Bold: the chosen layer.",
+            caption=f"One row per candidate layer. AUC: probability that a held-out {self._sides[0]} lies "
+            f"farther along the direction than a held-out {self._sides[1]}; 0.5 is chance. Norm: of the "
+            "vector at strength 1. Gain: increase of the log-probability per token of the "
+            f"{self._sides[0]} by steering, in nats, on the pairs that choose. Bold: the chosen layer.",
             sources=("steered",),
             json={"candidates": candidates},
         )
         lines = Lines.of(
             steered["gain"].transpose("strength", "layer"),
             "Gain by layer and strength",
-            f"x: layer after which the direction is added. y: gain in log-probability per token of the "
-            f"{self._sides[0]}, on the pairs that choose, in nats. One curve per strength.",
+            "x: layer after which the direction is added. y: increase of the log-probability per token of "
+            f"the {self._sides[0]} by steering, in nats, on the pairs that choose. One curve per strength.",
             y_name="gain",
             sources=("steered",),
         )
@@ -300,14 +301,14 @@ def _spread(n_layers: int) -> tuple[int, ...]:
 
 
 def _read_pairs(path: str) -> tuple[ContrastTexts, ...]:
-    """Contrast pairs of a JSON file. Raises ConfigError unless it lists at least four valid records."""
+    """Contrast pairs of a JSON file. Raises ConfigError unless it lists at least ten valid records."""
     listed = json_file(Path(path).expanduser(), ConfigError, "name a JSON list of contrast pairs")
     example = '[{"prompt": "The film was", "positive": "great.", "negative": "bad."}, …]'
-    if not isinstance(listed, list) or len(listed) < 4:
+    if not isinstance(listed, list) or len(listed) < 2 * FEWEST_PAIRS:
         found = f"{len(listed)} records" if isinstance(listed, list) else type(listed).__name__
         raise ConfigError(
-            f"expected a JSON list of at least four contrast pairs in {path!r}, found {found}; "
-            f"write {example}"
+            f"expected a JSON list of at least ten contrast pairs in {path!r}, five of which are held out, "
+            f"found {found}; write {example}"
         )
     for number, record in enumerate(listed):
         texts = [record.get(name) if isinstance(record, dict) else None for name in FIELDS]

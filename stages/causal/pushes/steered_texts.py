@@ -1,4 +1,4 @@
-"""Texts steered along a direction: how likely a wanted continuation becomes, beside random directions.
+"""Texts steered along a direction: how likely a wanted continuation becomes, compared with random directions.
 
 A contrast pair is a prompt with two continuations, a positive one (say in French) and a negative one (the
 same in English). Half of the pairs make a direction after each layer (stages/geometry/directions.py) from the
@@ -7,13 +7,14 @@ continuation. The other half is scored with this layer and strength. Steering ad
 
     strength * norm * unit
 
-to the residual stream at every position, where norm is the length of the difference of the two mean states;
-at strength 1 it moves the negative mean to the positive one.
+to the residual stream at every position, where norm is that of the difference of the two mean states: at
+strength 1 the added vector is as long as this difference; with the method "mean" it moves the negative mean
+to the positive one.
 
 The measure is the mean log-probability per token of the positive continuation, given the prompt, not its
 difference from that of the negative one: adding noise until both are equally unlikely would raise the
 difference. Each prompt is also continued with and without steering; the loss of these texts in the unsteered
-model says how fluent they are.
+model is a rough measure of their fluency; repetition lowers it too.
 
 Border: token ids in, labelled arrays out; the planner shares work between runs. Torch is imported when it
 runs.
@@ -53,7 +54,6 @@ __all__ = ["ContrastPair", "SteeredTexts"]
 
 ContrastPair = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """Token ids of a prompt, of its positive and of its negative continuation."""
-_GAIN = "gain in mean log-probability per token of the positive continuation"
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class _Chosen:
     strength: float
     """Factor of the vector."""
     vectors: Array
-    """Vector that is added, then the random ones of the same length, float32 [1 + draw, hidden]."""
+    """Vector that is added, then the random ones of the same norm, float32 [1 + draw, hidden]."""
 
 
 @dataclass(frozen=True)
 class SteeredTexts(Experiment):
-    """Steers held-out texts along a direction made of other texts, and along random directions as long.
+    """Steers held-out texts along a direction made of other texts, and along random ones of the same norm.
 
     Raises:
         StageError: Strengths are missing, repeated or not finite; the method is unknown; or a number is
@@ -95,15 +95,25 @@ class SteeredTexts(Experiment):
             ("pair",),
             "nats",
             "unsteered: mean log-probability per token of the negative continuation minus that of its tokens "
-            "in random order",
+            "in random order; 0 for a continuation of one token",
         ),
         "plain_text": Output(("pair",), "1", "text generated without steering"),
         "steered_text": Output(("pair",), "1", "text generated with steering"),
         "plain_loss": Output(("pair",), "nats", "loss per token of plain_text in the unsteered model"),
         "steered_loss": Output(("pair",), "nats", "loss per token of steered_text in the unsteered model"),
-        "gain": Output(("layer", "strength"), "nats", f"{_GAIN}, on the pairs chosen on"),
-        "auc": Output(("layer",), "1", "share of pairs of held-out texts in the right order"),
-        "norm": Output(("layer",), "1", "length of the vector added at strength 1"),
+        "gain": Output(
+            ("layer", "strength"),
+            "nats",
+            "increase of the mean log-probability per token of the positive continuation by steering, mean "
+            "over the pairs chosen on",
+        ),
+        "auc": Output(
+            ("layer",),
+            "1",
+            "probability that a held-out positive state lies farther along the direction than a held-out "
+            "negative one",
+        ),
+        "norm": Output(("layer",), "1", "norm of the vector added at strength 1"),
         "chosen_layer": Output((), "1", "layer with the largest gain"),
         "chosen_strength": Output((), "1", "strength with the largest gain"),
     }

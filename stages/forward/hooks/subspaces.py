@@ -43,8 +43,9 @@ rounding. Otherwise a basis that was written to a file and read again could have
 class Subspace:
     """Linear subspace of an activation space, made from vectors that span it: `Subspace(vectors)`.
 
-    The basis is that of Gram and Schmidt, so basis vector i is the part of vector i that is orthogonal to the
-    vectors before it, at length 1; the coefficient along a single direction has the sign of the direction.
+    The basis is the Gram-Schmidt orthonormalisation of the vectors, in their order, so basis vector i is the
+    part of vector i that is orthogonal to the vectors before it, at length 1; the coefficient along a single
+    direction has the sign of the direction.
 
     Raises:
         InterventionError: The vectors are not finite, one of them is zero, or they are linearly dependent.
@@ -189,7 +190,8 @@ class LinearCondition:
 
 
 def _rows(vectors: Payload, name: str = "Subspace") -> npt.NDArray[np.float64]:
-    """Vectors as float64 rows [k, width]; InterventionError unless they are finite and k is 1 to width."""
+    """Vectors as float64 rows [k, width]; InterventionError unless they are finite floats [width] or
+    [k, width] with k at least 1."""
     checked = checked_payload(name, vectors)
     # numpy has no bfloat16, so tensors widen first.
     wide = checked.cpu().double().numpy() if hasattr(checked, "detach") else checked.astype(np.float64)

@@ -1,4 +1,4 @@
-"""Directions of two sets of states by every method: beside other implementations, and on held-out states."""
+"""Directions of two sets of states by every method: compared with other implementations, and held out."""
 
 from __future__ import annotations
 

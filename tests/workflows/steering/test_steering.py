@@ -17,7 +17,7 @@ from mizarr.workflows.material.samples.contrasts import PRESETS
 from mizarr.workflows.steering.steering import Steering
 from tests.workflows.test_claims import SMALL, random_model
 
-FEW = {"pairs": 3, "layers": [1, 4], "strengths": [0.5, 1.0], "controls": 4, "max_tokens": 4}
+FEW = {"pairs": 5, "layers": [1, 4], "strengths": [0.5, 1.0], "controls": 4, "max_tokens": 4}
 PAIR = {"prompt": "The film was", "positive": "great.", "negative": "bad."}
 
 
@@ -38,10 +38,10 @@ def test_presets_have_enough_pairs_of_texts_that_differ(name):
 
 def test_pairs_alternate_between_choosing_and_scoring(steered):
     experiment = steered.nodes["steered"].experiment
-    assert len(experiment.chosen_on) == len(experiment.scored_on) == 3
+    assert len(experiment.chosen_on) == len(experiment.scored_on) == 5
     assert not set(experiment.chosen_on) & set(experiment.scored_on)
     assert [prompt for prompt, *_ in steered.scored] == [
-        pair[0] for pair in PRESETS["sentiment"].pairs[1:6:2]
+        pair[0] for pair in PRESETS["sentiment"].pairs[1:10:2]
     ]
     encode = steered.subject.tokenizer.encode
     for (prompt, positive, _), ids in zip(steered.scored, experiment.scored_on, strict=True):
@@ -52,7 +52,7 @@ def test_the_claim_is_the_gain_on_held_out_texts_beside_random_directions(steere
     result = steered.result("steered").load()
     (claim,) = steered.claims()
     gains = (result["steered"] - result["plain"]).values
-    assert claim.effect == pytest.approx(gains.mean()) and claim.held_out and claim.prompts == 3
+    assert claim.effect == pytest.approx(gains.mean()) and claim.held_out and claim.prompts == 5
     draws = (result["random"] - result["plain"]).values.mean(0)
     np.testing.assert_allclose(claim.null.values, draws)
     assert claim.levels[1] - claim.levels[0] == pytest.approx(claim.effect)
@@ -105,11 +105,11 @@ def test_sizes_fall_with_the_operations_of_a_run(monkeypatch):
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ([PAIR] * 3, "at least four contrast pairs .* found 3 records"),
+        ([PAIR] * 9, "at least ten contrast pairs .*, five of which are held out, found 9 records; write"),
         ({"prompt": "a"}, "found dict"),
-        ([{"prompt": "The film was", "positive": "great."}] * 4, "record 0 .* found none in negative; write"),
-        ([*[PAIR] * 3, {**PAIR, "positive": " "}], "record 3 .* both sides .* found none in positive"),
-        ([{**PAIR, "negative": " great."}] * 4, "two continuations that differ, found 'great.' on both"),
+        ([{"prompt": "The film was", "positive": "great."}] * 10, "record 0 .* found none in negative;"),
+        ([*[PAIR] * 9, {**PAIR, "positive": " "}], "record 9 .* both sides .* found none in positive"),
+        ([{**PAIR, "negative": " great."}] * 10, "two continuations that differ, found 'great.' on both"),
     ],
 )
 def test_files_without_two_sides_are_refused_in_one_line(records, message, tmp_path: Path):
@@ -126,6 +126,7 @@ def test_files_without_two_sides_are_refused_in_one_line(records, message, tmp_p
         ({"preset": "frensh"}, "did you mean 'french'"),
         ({"preset": "french", "data": "pairs.json"}, "expected a preset or data"),
         ({"pairs": 21}, "pairs of at most 20, half of the 40 contrast pairs, found 21"),
+        ({"pairs": 4}, "pairs of at least 5, .* found 4; ask for 5 or more, or for no claim: controls=0"),
         ({"layers": [6]}, "expected layers from 0 to 5"),
         ({"max_tokens": 600}, "reads at most"),
     ],
@@ -136,12 +137,28 @@ def test_settings_that_do_not_fit_are_refused_in_one_line(settings, message):
     assert "\n" not in str(error.value)
 
 
+def pairs_file(folder: Path, n: int) -> str:
+    """A file of contrast pairs with different prompts."""
+    words = ("film", "book", "soup", "song", "town", "play", "room", "wine", "game", "trip")
+    file = folder / "pairs.json"
+    file.write_text(json.dumps([{**PAIR, "prompt": f"The {word} was"} for word in words[:n]]))
+    return str(file)
+
+
+@pytest.mark.parametrize("pairs", [0, 5])
+def test_the_smallest_accepted_file_can_pass_the_sign_test(tmp_path: Path, monkeypatch, pairs):
+    with pytest.raises(ConfigError, match="at least ten contrast pairs"):
+        build("steering", data=pairs_file(tmp_path, 9))
+    monkeypatch.setattr(sizes, "OPERATIONS", 1.0)
+    experiment = build("steering", data=pairs_file(tmp_path, 10), pairs=pairs).nodes["steered"].experiment
+    assert by_sign(np.ones(len(experiment.scored_on))) <= CHANCE < by_sign(np.ones(4))
+
+
 def test_pairs_of_a_file_are_steered(tmp_path: Path):
-    file = tmp_path / "pairs.json"
-    words = ("film", "book", "soup", "song", "town", "play")
-    file.write_text(json.dumps([{**PAIR, "prompt": f"The {word} was"} for word in words]))
     given = FEW | {"pairs": 2, "controls": 0}
-    found = compute("steering", store=tmp_path / "store", data=str(file), method="pca", **given)
+    found = compute(
+        "steering", store=tmp_path / "store", data=pairs_file(tmp_path, 10), method="pca", **given
+    )
     assert [prompt for prompt, *_ in found.scored] == ["The book was", "The song was"]
     (finding,) = found.to_json()["findings"]
     assert "of the positive continuation" in finding["claim"]
