@@ -138,6 +138,13 @@ def test_another_source_computes_one_cell(model, tmp_path: Path):
     assert [cell["source"] for cell in more.missing(store)] == [[[8, 9], 1]]
 
 
+def test_a_model_that_fills_in_masks_is_refused(tmp_path: Path):
+    save_random_encoder(tmp_path, "bert")
+    node = Patchscopes(SOURCES, TARGET).on(Model.from_pretrained(tmp_path))
+    with pytest.raises(ConfigError, match="expected a model that predicts the next token, found bert"):
+        node.cells()
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
