@@ -52,6 +52,7 @@ def test_controls_are_states_that_want_another_token(identity, entity):
         members = workflow._members("to score on")
         wanted = workflow._wanted(readings, members)
         scores = workflow._scores(readings, "to score on")
+        assert scores.others.shape[1] == min(int((wanted != token).sum()) for token in wanted) > 0
         for i, token in enumerate(wanted):
             others = [member for member, other in zip(members, wanted, strict=True) if other != token]
             part = readings.isel(source=others)
@@ -59,7 +60,6 @@ def test_controls_are_states_that_want_another_token(identity, entity):
             values = read.transpose("source", "layer", "target_layer").values.astype(float)
             for row in scores.others[i]:
                 assert any(np.array_equal(row, value) for value in values)
-            assert len(scores.others[i]) >= 14 - 4, "kinds may share their first token"
 
 
 def test_the_claim_about_entities_is_relative_to_other_kinds(entity):
