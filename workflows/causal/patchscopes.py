@@ -346,10 +346,11 @@ class PatchscopesWorkflow(KnownWorkflow):
             self.settings,
         )
         lead = self._lead(self._scores(self.readings, SCORED))
+        layer, target_layer = candidates.best
         yield Claim.paired(
             f"reading it there finds the next token in more prompts than the logit lens after layer "
             f"{self.chosen[0]} does (difference of shares)",
-            lead[(slice(None), *candidates.best)],
+            lead[:, layer, target_layer],
             "random exchanges of the two readings within prompts",
             self.settings,
             held_out=True,
