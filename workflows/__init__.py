@@ -38,6 +38,7 @@ WORKFLOWS = {
     "attention_patterns": ".attention.attention_patterns:AttentionPatterns",
     "head_detection": ".attention.head_detection:HeadDetection",
     "layer_scan": ".attention.layer_scan:LayerScan",
+    "patchscopes": ".causal.patchscopes:PatchscopesWorkflow",
     "expert_routing": ".causal.expert_routing:ExpertRouting",
     "probe": ".readout.probe:Probe",
     "monitor": ".readout.monitor:Monitor",

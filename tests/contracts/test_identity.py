@@ -48,6 +48,7 @@ from mizarr.stages.causal.grids.patching_metrics import (
 )
 from mizarr.stages.causal.grids.tracing import CausalTracing
 from mizarr.stages.causal.knockout import EdgeKnockout, HeadKnockout
+from mizarr.stages.causal.patchscopes import Patchscopes
 from mizarr.stages.causal.pushes.random_pushes import RandomPushes
 from mizarr.stages.causal.pushes.steered_texts import SteeredTexts
 from mizarr.stages.causal.recurrence import RecurrentContinuation, Trial
@@ -378,6 +379,18 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
     RandomFeaturePushes: (
         {**NAMED, **PUSHED, "feature": (0, 1)},
         {**OF_NAMED, **OF_PUSHED, "draw": 1, "feature": (0, 2)},
+    ),
+    Patchscopes: (
+        {"sources": (((1, 2), -1),), "target": (3, 4)},
+        {
+            "sources": (((1, 2), 0),),
+            "target": (3, 5),
+            "placeholder": 0,
+            "layers": (0,),
+            "target_layers": (1,),
+            "words": (7,),
+            "max_tokens": 2,
+        },
     ),
     SteeredTexts: (
         {"chosen_on": (((1,), (2,), (3,)),), "scored_on": (((1,), (4,), (5,)),)},

@@ -60,6 +60,7 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "head_detection": ({"sequences": 2, "length": 12}, ""),
     "layer_scan": ({"samples": 4}, ""),
     "expert_routing": ({}, r"expected a mixture-of-experts model, found \w+ \(rwkv6\)"),
+    "patchscopes": ({"facts": 2, "controls": 4}, ""),
     "probe": ({"targets": ["character_count"], "examples": 200}, ""),
     "monitor": ({"examples": 60, "controls": 4, "poolings": ["last"]}, ""),
     "inspect_weights": ({}, ""),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ...stages.forward.runs.duration import PassWork
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ __all__ = [
     "affordable",
     "affordable_characters",
     "intervention_operations",
+    "spread_layers",
 ]
 
 OPERATIONS = 1.2e12
@@ -78,3 +81,15 @@ def affordable_characters(config: Architecture, most: int, *, times: int = 1) ->
     one_token = PassWork(config.num_layers).operations(config)
     n_tokens = affordable(one_token, math.ceil(most / per_token))
     return min(most, int(n_tokens * per_token))
+
+
+def spread_layers(n_layers: int, most: int) -> tuple[int, ...]:
+    """Candidate layers of an intervention by default: at most `most`, evenly spaced, without the last layer,
+    after which nothing is left to read the change.
+
+    Arguments:
+        n_layers: number of layers of the model.
+        most: largest number of candidates.
+    """
+    layers = np.linspace(0, max(n_layers - 2, 0), min(most, max(n_layers - 1, 1)))
+    return tuple(dict.fromkeys(int(layer) for layer in layers.round()))

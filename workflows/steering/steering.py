@@ -33,7 +33,7 @@ from ..claim import Claim
 from ..labelled import records
 from ..material.answers import encoded, require_next
 from ..material.samples.contrasts import PRESETS, ContrastPreset, ContrastTexts
-from ..material.sizes import affordable, intervention_operations
+from ..material.sizes import affordable, intervention_operations, spread_layers
 from ..settings import ControlSettings, Count, ModelSettings, Natural, preset_of, setting
 from ..views import Data, Lines, Table, View, together
 from ..workflow import ModelWorkflow, Nodes, loaded
@@ -116,7 +116,8 @@ class Steering(ModelWorkflow):
         require_next(self.subject)
         self.texts = _read_pairs(settings.data) if settings.data else self._preset.pairs
         pairs = [self._encoded(*texts) for texts in self.texts]
-        layers = settings.layers or _spread(config.num_layers)
+        # A vector added after the last layer would raise the same tokens at every position.
+        layers = settings.layers or spread_layers(config.num_layers, CANDIDATES)
         one_run = intervention_operations(
             config,
             float(np.mean([len(prompt) + len(positive) for prompt, positive, _ in pairs])),
@@ -289,15 +290,6 @@ class Steering(ModelWorkflow):
         )
         title = f"{self.subject.name}: steering towards the {self._sides[0]}"
         yield from together("steering", title, lines, beside=[self.findings])
-
-
-def _spread(n_layers: int) -> tuple[int, ...]:
-    """Candidate layers by default: at most CANDIDATES, evenly spaced, without the last layer.
-
-    A vector added after the last layer raises the same tokens at every position, whatever the text.
-    """
-    layers = np.linspace(0, max(n_layers - 2, 0), min(CANDIDATES, max(n_layers - 1, 1)))
-    return tuple(dict.fromkeys(int(layer) for layer in layers.round()))
 
 
 def _read_pairs(path: str) -> tuple[ContrastTexts, ...]:
