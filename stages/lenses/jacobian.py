@@ -230,7 +230,8 @@ def merged(lenses: Iterable[xr.Dataset]) -> xr.Dataset:
     for lens in lenses:
         # A copy, so that a lazily opened lens does not keep its values after its turn.
         part = lens.compute()
-        count, values = int(part["n_prompts"]), part["jacobian"].values
+        # A tuned lens states none.
+        count, values = int(part.get("n_prompts", 0)), part["jacobian"].values
         if count < 1:
             raise ShapeError(
                 "expected lenses that state how many prompts they were fitted on, to weigh them, found one "
@@ -273,7 +274,7 @@ def standard_error(lens: xr.Dataset) -> xr.DataArray:
     Raises:
         ShapeError: The lens has no deviation, or was fitted on one prompt.
     """
-    n = int(lens["n_prompts"])
+    n = int(lens.get("n_prompts", 0))
     if "deviation" not in lens or n < 2:
         raise ShapeError(
             "expected a lens fitted here on at least two prompts, to estimate its error from their spread, "

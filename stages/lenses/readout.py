@@ -1,8 +1,8 @@
 """What a lens reads from stored streams: transported states, next-token distributions, vectors of tokens.
 
-A state h of layer l is transported to the last layer, J[l] h, and decoded with the model's own final norm
-(whose statistics are those of the transported state), unembedding and soft cap. The last layer of the model
-is decoded as it is. Needs no torch.
+A state h of layer l is transported to the last layer, J[l] h (by a tuned lens J[l] h + b[l]), and decoded
+with the model's own final norm (whose statistics are those of the transported state), unembedding and soft
+cap. The last layer of the model is decoded as it is. Needs no torch.
 
 Axes: layer, token or any other names of samples, hidden, target_hidden (as in jacobian.py).
 """
@@ -23,11 +23,12 @@ from ..logits.readout import require_linear
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["jacobian_lens", "lens_ranks", "lens_vectors", "transported"]
+__all__ = ["fitted_lens", "lens_ranks", "lens_vectors", "transported"]
 
 
 def transported(resid_post: xr.DataArray, lens: xr.Dataset) -> xr.DataArray:
-    """States carried to the last layer, J[l] h[l]; those of the last layer itself are left as they are.
+    """States carried to the last layer, J[l] h[l], by a tuned lens J[l] h[l] + b[l]; those of the last layer
+    itself are left as they are.
 
     Arguments:
         resid_post: residual stream after each layer, [layer, ..., hidden] in any order of axes; its last
@@ -64,7 +65,10 @@ def transported(resid_post: xr.DataArray, lens: xr.Dataset) -> xr.DataArray:
         matrix = lens["jacobian"].sel(layer=layer, drop=True).astype(np.float32)
         states = resid_post.sel(layer=[layer]).astype(np.float32)
         # One layer at a time: a batched product would hold all matrices of a large model at once.
-        parts.append(xr.dot(states, matrix, dim="hidden").rename(target_hidden="hidden"))
+        carried_states = xr.dot(states, matrix, dim="hidden")
+        if "bias" in lens:
+            carried_states = carried_states + lens["bias"].sel(layer=layer, drop=True)
+        parts.append(carried_states.rename(target_hidden="hidden"))
     parts.append(resid_post.sel(layer=[last]).astype(np.float32))
     carried: xr.DataArray = xr.concat(parts, "layer").transpose(*resid_post.dims).rename(resid_post.name)
     return carried
@@ -82,7 +86,7 @@ def transported(resid_post: xr.DataArray, lens: xr.Dataset) -> xr.DataArray:
     cells="segment",
     combine=join_tokens,
 )
-def jacobian_lens(
+def fitted_lens(
     resid_post: xr.DataArray,
     targets: xr.DataArray | None,
     readout: xr.Dataset,
@@ -90,13 +94,14 @@ def jacobian_lens(
     *,
     top_k: int = 10,
 ) -> xr.Dataset:
-    """Next-token distribution that a Jacobian lens reads from every state, in the form of the logit lens.
+    """Next-token distribution that a Jacobian or tuned lens reads from every state, in the form of the logit
+    lens.
 
     Arguments:
         resid_post: residual stream after each layer, [layer, token, hidden]; its last layer is the model's.
         targets: token ids int [token] whose probability is tracked, -1 for none; None for no targets.
         readout: final norm and unembedding of the model, see stages/logits/readout.py.
-        lens: the lens, as `JacobianLensFit` or `read_lens` gives it.
+        lens: the lens, as `JacobianLensFit`, `tuned_lens_fit`, `read_lens` or `read_tuned_lens` gives it.
         top_k: number of most likely tokens.
 
     Returns:

@@ -10,7 +10,7 @@ import mizarr
 from mizarr.stages.forward.models.files import resolve
 from mizarr.stages.lenses.artifacts import read_lens
 from mizarr.stages.lenses.jacobian import OUTPUTS
-from mizarr.stages.lenses.readout import jacobian_lens, lens_vectors, transported
+from mizarr.stages.lenses.readout import fitted_lens, lens_vectors, transported
 from mizarr.stages.logits.lens import logits
 from mizarr.stages.logits.readout import readout_from_files
 from mizarr.store.errors import MizarrError
@@ -67,7 +67,7 @@ def test_stored_streams_are_read_as_in_the_reference(name, prompt, tmp_path):
     subset = meta(name)["readout_subset"]
     chosen = read.isel(layer=subset["layers"], token=subset["positions"])
     np.testing.assert_allclose(chosen, wanted[f"p{prompt}.subset.lens_logits"], rtol=0, atol=OF_LOGITS)
-    found = jacobian_lens(states, None, readout, lens_of(name), top_k=10)
+    found = fitted_lens(states, None, readout, lens_of(name), top_k=10)
     gap = meta(name)["smallest_gap_in_top_11"]
     ids = wanted[f"p{prompt}.topk_ids"]
     # Neighbours that are closer than twice the error may change places.
