@@ -42,6 +42,7 @@ _HOME = {
     "run": ".stages.forward.runs.run",
     "generate": ".stages.forward.generation.generate",
     "capture": ".stages.forward.capture.capture",
+    "embed": ".stages.embeddings.embed",
     "ActivationLoader": ".stages.training_data.loader",
     "Corpus": ".stages.forward.text.corpora.corpus",
     "memory": ".pipeline.memory",
@@ -58,6 +59,7 @@ __all__ = [*_HOME, "__version__"]  # noqa: PLE0604 - the table above is the list
 
 if TYPE_CHECKING:
     from .pipeline.memory import memory as memory
+    from .stages.embeddings.embed import embed as embed
     from .stages.features.dictionary import Dictionary as Dictionary
     from .stages.forward.architectures.points import HookPoint as HookPoint
     from .stages.forward.capture.capture import capture as capture

@@ -31,13 +31,50 @@ from ..corpus.token_blocks import ahead, read_rows, token_ranges
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["layer_cka", "layer_cosine"]
+__all__ = ["cosine", "layer_cka", "layer_cosine"]
 
 PAIRS = ("layer", "other_layer")
 """Dims of a comparison of every two layers."""
 GRAM_BYTES = 1 << 28
 """Bytes of Gram matrices in memory at a time. If there are more, pairs of layers are computed in groups, each
 of which reads its layers again."""
+
+
+def cosine(embeddings: xr.DataArray, others: xr.DataArray | None = None) -> xr.DataArray:
+    """Cosine of the angle between every two embeddings.
+
+    Arguments:
+        embeddings: [prompt, hidden], such as `mizarr.embed` returns.
+        others: embeddings of other prompts, [prompt, hidden]; None for those of the same prompts.
+
+    Returns:
+        float64 [prompt, other_prompt], with the coordinates of both, those of `others` named "other_…". A
+        zero vector has cosine 0 with every vector.
+
+    Raises:
+        ShapeError: Other axes, or two widths.
+    """
+    import xarray as xr
+
+    sides = embeddings, embeddings if others is None else others
+    found = [dict(zip(map(str, side.dims), side.shape, strict=True)) for side in sides]
+    if any(set(sizes) != {"prompt", "hidden"} for sizes in found) or found[0]["hidden"] != found[1]["hidden"]:
+        raise ShapeError(
+            f"expected embeddings [prompt, hidden] of one width, found {found[0]} and {found[1]}; compare "
+            "what mizarr.embed returned for one model"
+        )
+    x, y = (_unit(side.transpose("prompt", "hidden").values.astype(np.float64)[None])[0] for side in sides)
+    coords = [
+        {name: coord for name, coord in side.coords.items() if coord.dims == ("prompt",)} for side in sides
+    ]
+    named = {f"other_{name}": ("other_prompt", coord.values) for name, coord in coords[1].items()}
+    return xr.DataArray(
+        (x @ y.T).clip(-1.0, 1.0),
+        dims=("prompt", "other_prompt"),
+        coords={**coords[0], **named},
+        name="cosine",
+        attrs={"units": "1", "long_name": "cosine of two embeddings"},
+    )
 
 
 def merge_cosines(parts: Sequence[xr.Dataset]) -> xr.Dataset:

@@ -165,9 +165,9 @@ def demo(output: Path, as_json: bool, **options: Any) -> None:
 @click.option(
     "--reduce",
     metavar="HOW",
-    help="Store a reduction instead of the activations: norm (of each row), mean (over the tokens of each "
-    "prompt), run_mean (over all tokens), features:NAME (counts and sums of a dictionary's features); for "
-    "hook_logits topk:10 (the largest with their token ids) or logsumexp.",
+    help="Store a reduction instead of the activations: norm (of each row), mean, weighted_mean or max (over "
+    "the tokens of each prompt), run_mean (over all tokens), features:NAME (counts and sums of a "
+    "dictionary's features); for hook_logits topk:10 (the largest with their token ids) or logsumexp.",
 )
 @store_option
 @declares(LOADING, STORING, RUNNING)

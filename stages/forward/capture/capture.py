@@ -47,6 +47,7 @@ from ....store.upkeep.questions import note_capture
 from ....store.upkeep.recoding import PLAINLY
 from ...options import RunOptions, split_options, takes_options
 from ..architectures.points import LOGITS
+from ..hooks.keeps import Keep
 from ..hooks.reductions import Encoder, Reduction
 from ..hooks.spec import BoundSpec, HookSpec, as_spec, layers_by_variable
 from ..models.reference import ModelRef
@@ -167,6 +168,7 @@ class CaptureNode(Ports):
             selection, reduction = kept_capture.keep.selection, kept_capture.keep.reduction
             if selection is not None:
                 selection.check(self.tokens)
+                self._require_tokens_to_pool(kept_capture.keep)
             if reduction is not None and reduction.is_of_run:
                 n_tokens = self.tokens.n_tokens if selection is None else selection.counts(self.tokens).sum()
                 self._over[kept_capture.variable] = int(n_tokens)
@@ -254,6 +256,19 @@ class CaptureNode(Ports):
         for scorer in (reduction.scorer for reduction in self._reductions):
             if scorer is not None:
                 scorer.require_fit(config, model, self.source.identity.digest)
+
+    def _require_tokens_to_pool(self, keep: Keep) -> None:
+        """Raise PromptError for a prompt of which a reduction over positions would cover no token."""
+        if keep.selection is None or keep.reduction is None or keep.reduction.over != "position":
+            return
+        counts = keep.selection.counts(self.tokens)
+        if not counts.all():
+            prompt = int(counts.argmin())
+            raise PromptError(
+                f"reduce={keep.reduction.request!r}: expected a token of each prompt, found none of prompt "
+                f"{prompt} ({int(self.tokens.row_size[prompt])} tokens) at {keep.selection}; leave this "
+                "prompt out, or choose other positions"
+            )
 
     # -- identity ------------------------------------------------------------------------------------------
 

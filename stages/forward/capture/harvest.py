@@ -33,7 +33,7 @@ from ....store.runs.packed import MATRICES, PackedTokens, rows_before
 from ....store.runs.quantised import QUANTISED
 from ..architectures.points import LOGITS
 from ..checkpoints.checkpoint import as_array
-from ..hooks.reductions import MEAN, NORM
+from ..hooks.reductions import NORM
 from ..hooks.spec import BoundSpec, Capture, KeptCapture
 from ..hooks.taps import Sink
 from ..models.finite import is_fit, not_finite
@@ -42,7 +42,7 @@ from ..networks.kernels import FEW_ROWS
 from .backoff import BatchSize, fits
 from .batches import BUFFERS, Piece, PieceBatch, pieces_of, plan_batches
 from .overlap import OverlappedWriter, SegmentBuffer, send
-from .reduced import norms, token_scores, write_prompt_means, write_prompt_scores
+from .reduced import norms, token_scores, write_pooled, write_prompt_scores
 from .run_reductions import open_run_reductions
 from .selected import SelectedRows
 from .vocabulary import reduce_logits
@@ -397,19 +397,21 @@ def segment_sink(
     selections = {
         axes[kept_capture.variable]: SelectedRows(entry, n, kept_capture.keep.selection)
         for kept_capture in {item.variable: item for item in spec.kept}.values()
-        if kept_capture.keep.selection is not None and axes[kept_capture.variable] != "segment"
+        if kept_capture.keep.selection is not None
+        and axes[kept_capture.variable] not in ("segment", "prompt_id")
     }
 
     def write_capture(batch: PieceBatch, kept_capture: KeptCapture, value: Tensor) -> None:
         """Write an activation in the form that `kept_capture` states: reduced, or as rows of its axis."""
         cell, axis = kept_capture.cell, axes[kept_capture.variable]
         rows = entry.rows(cell[0], n)
-        if kept_capture.keep.reduction == MEAN:
+        reduction = kept_capture.keep.reduction
+        if reduction is not None and reduction.over == "position":
             first_prompt = int(entry.bounds("prompt_id")[n])
             major = _token_major(value, kept_capture.capture)
-            write_prompt_means(major, batch, buffer.view(cell, rows), tokens, first_prompt)
+            write_pooled(major, kept_capture.keep, batch, buffer.view(cell, rows), tokens, first_prompt)
             return
-        scorer = None if kept_capture.keep.reduction is None else kept_capture.keep.reduction.scorer
+        scorer = None if reduction is None else reduction.scorer
         if scorer is not None and axis == "prompt_id":
             first_prompt = int(entry.bounds("prompt_id")[n])
             write_prompt_scores(value, scorer, batch, buffer.view(cell, rows), tokens, first_prompt)
@@ -425,7 +427,7 @@ def segment_sink(
             _write_pairs(value, batch, buffer.view(cell, rows), tokens, segment, axis)
             return
         value = _token_major(value, kept_capture.capture)
-        if kept_capture.keep.reduction == NORM:
+        if reduction == NORM:
             value = norms(value)
         elif scorer is not None:
             value = token_scores(value, scorer)

@@ -1,4 +1,4 @@
-"""Norms, prompt means and probe scores, computed during the pass so that activations are never stored.
+"""Norms, pooled prompts and probe scores, computed during the pass so that activations are never stored.
 
 Sums are float64, in an order that depends only on the number of summands. So stored values do not depend on
 batches, segments, threads or memory alignment, as the sums of torch may.
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ....store.runs.packed import PackedTokens
-from ..hooks.reductions import Scorer
+from ..hooks.keeps import Keep
+from ..hooks.reductions import MAX, WEIGHTED_MEAN, Scorer
 from .batches import PieceBatch
 from .overlap import send
 
@@ -28,13 +29,14 @@ def norms(value: Tensor) -> Tensor:
     return folded(value.double().square()).sqrt()
 
 
-def write_prompt_means(
-    value: Tensor, batch: PieceBatch, buffer: Tensor, tokens: PackedTokens, first_prompt: int
+def write_pooled(
+    value: Tensor, keep: Keep, batch: PieceBatch, buffer: Tensor, tokens: PackedTokens, first_prompt: int
 ) -> None:
-    """Write means over the positions of each prompt into a segment buffer.
+    """Write activations pooled over the positions of each prompt into a segment buffer.
 
     Arguments:
         value: activations [batch, position, …].
+        keep: a reduction over positions, and the positions that it covers.
         batch: the prompts of `value`.
         buffer: [prompt, …], rows of the prompts that end in the segment.
         tokens: prompts of the run.
@@ -43,9 +45,19 @@ def write_prompt_means(
     for row, piece in enumerate(batch.pieces):
         size = int(tokens.row_size[piece.prompt])
         if piece.stop == size:  # a batch always starts at position 0, so all positions are in `value`
+            places = torch.arange(size)
+            if keep.selection is not None:
+                places = torch.from_numpy(keep.selection.places(tokens, piece.prompt).copy())
             # `folded` sums the last axis, so positions go there.
-            total = folded(value[row, :size].double().movedim(0, -1))
-            send(total / size, buffer[piece.prompt - first_prompt])
+            states = value[row, places.to(value.device)].double().movedim(0, -1)
+            if keep.reduction == MAX:
+                pooled = states.amax(-1)
+            elif keep.reduction == WEIGHTED_MEAN:
+                weights = (places + 1).to(states)
+                pooled = folded(states * weights) / weights.sum()
+            else:
+                pooled = folded(states) / len(places)
+            send(pooled, buffer[piece.prompt - first_prompt])
 
 
 def token_scores(value: Tensor, probe: Scorer) -> Tensor:
@@ -77,7 +89,7 @@ def write_prompt_scores(
     """
     for row, piece in enumerate(batch.pieces):
         size = int(tokens.row_size[piece.prompt])
-        if piece.stop == size:  # all positions are in `value`, as in `write_prompt_means`
+        if piece.stop == size:  # all positions are in `value`, as in `write_pooled`
             states = value[row, :size].double()
             if probe.pooling == "mean":
                 pooled = folded(states.movedim(0, -1)) / size

@@ -200,7 +200,7 @@ def array_spec(
         config.num_layers if kind.per_layer else None,
         f"gradient at: {meaning}" if capture.is_gradient else meaning,
         "1",
-        selection if packed != "segment" else None,
+        selection if packed not in ("segment", "prompt_id") else None,
         None if array_dtype == dtype else dtype,
         over,
         None if reduction is None else reduction.combine,

@@ -70,7 +70,7 @@ class Keep:
         if self.reduction is not None:
             self.reduction.dims(BY_NAME[point.kind])
             self.reduction.require_read(point)
-            if self.selection is not None and self.reduction.over in ("position", "prompt"):
+            if self.selection is not None and self.reduction.over == "prompt":
                 raise HookPointNotFound(
                     f"reduce={self.reduction.request!r} covers all tokens of a prompt: expected no "
                     f"positions=, found {self.selection}; leave out either positions= or reduce="

@@ -226,6 +226,13 @@ NORM = Reduction("norm", "norm", "L2 norm of", "last")
 """L2 norm of each row: a number per token, or per token and head."""
 MEAN = Reduction("mean", "mean", "mean over the tokens of a prompt of", "position")
 """Mean over the tokens of each prompt: a row per prompt."""
+MAX = Reduction("max", "max", "largest value, over the tokens of a prompt, of", "position")
+"""Largest value of each coordinate over the tokens of each prompt: a row per prompt."""
+WEIGHTED_MEAN = Reduction(
+    "weighted_mean", "weighted_mean", "mean over the tokens of a prompt, weighted by position, of", "position"
+)
+"""Mean over the tokens of each prompt, with weights 1, 2, 3, … from its first token (Muennighoff 2022,
+"SGPT"): a row per prompt."""
 RUN_MEAN = Reduction(
     name="run_mean",
     request="run_mean",
@@ -238,7 +245,7 @@ RUN_MEAN = Reduction(
 """Mean over the run: exact sums of each segment, which readers add and divide (store/runs/run_sums.py)."""
 LOGSUMEXP = Reduction("logsumexp", "logsumexp", "natural log of the sum of exp of", "vocab", dtype="float32")
 """Log-normaliser in nats, one number per token: a logit minus it is a log-probability."""
-REDUCTIONS = {reduction.name: reduction for reduction in (NORM, MEAN, RUN_MEAN, LOGSUMEXP)}
+REDUCTIONS = {one.name: one for one in (NORM, MEAN, MAX, WEIGHTED_MEAN, RUN_MEAN, LOGSUMEXP)}
 
 
 def topk(k: int) -> Reduction:
@@ -299,8 +306,8 @@ def as_reduction(request: str | Features | Scorer) -> Reduction:
     """The `Reduction` for the `reduce` argument of `HookSpec.capture`.
 
     Arguments:
-        request: "norm", "mean", "run_mean", "logsumexp", "topk:10", a dictionary to count features of, or
-            a trained probe to score with.
+        request: "norm", "mean", "max", "weighted_mean", "run_mean", "logsumexp", "topk:10", a dictionary to
+            count features of, or a trained probe to score with.
 
     Raises:
         HookPointNotFound: for any other text; names the nearest reduction.

@@ -274,8 +274,10 @@ class HookSpec:
                 "::16", indices (negative from the end), or a bool array with one entry per token of all
                 prompts, end to end.
             reduce: what a store keeps instead of the numbers. "norm": L2 norm of each row over its last axis.
-                "mean": mean over the tokens of each prompt. Both are summed in float64. "run_mean": mean over
-                all tokens of all prompts, summed exactly. At "hook_logits": "topk:10", the largest logits of
+                "mean": mean over the tokens of each prompt, or over those that `positions` selects;
+                "weighted_mean": the same with weights 1, 2, 3, … from the first token of the prompt; "max":
+                the largest value of each coordinate. Sums are float64. "run_mean": mean over all tokens of
+                all prompts, summed exactly. At "hook_logits": "topk:10", the largest logits of
                 each token and their ids, or "logsumexp". A Dictionary, at its read_hooks: for each feature
                 the number of tokens at which it is active, the sum and the maximum of its activations over
                 the run. A TrainedProbe, at its point: its log-odds of each token or prompt.

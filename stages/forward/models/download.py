@@ -24,6 +24,7 @@ from ..text.world import WORLD
 from .files import (
     CONFIG,
     INDEX,
+    MODULES,
     PICKLED,
     PICKLED_INDEX,
     TOKENIZER,
@@ -46,6 +47,11 @@ FORMATS = (
     (PICKLED, PICKLED_INDEX, re.compile(r"pytorch_model-\d+-of-\d+\.bin")),
 )
 """(single file, index, shards) of each checkpoint format, in order of preference."""
+SENTENCE = re.compile(
+    r"modules\.json|sentence_bert_config\.json|config_sentence_transformers\.json"
+    r"|[1-9]\d*_\w+/(config\.json|model\.safetensors|pytorch_model\.bin)"
+)
+"""Files of a sentence encoder beside those of its transformer: settings, and modules behind it."""
 LOOK_EVERY = 0.5  # seconds between looks at what has arrived
 
 
@@ -154,7 +160,8 @@ def wanted_files(names: Sequence[str]) -> list[str]:
     # Folders of a repository hold other formats (onnx, original weights) of the same model.
     top_level = [name for name in names if "/" not in name]
     vocabularies = [] if TOKENIZER in names else fnmatch.filter(top_level, WORLD)
-    return [*(name for name in SMALL if name in names), *vocabularies, *_weight_files(names)]
+    modules = [name for name in names if MODULES in names and SENTENCE.fullmatch(name)]
+    return [*(name for name in SMALL if name in names), *vocabularies, *_weight_files(names), *modules]
 
 
 def _weight_files(names: Sequence[str]) -> list[str]:

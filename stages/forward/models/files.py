@@ -32,7 +32,13 @@ from ....store.errors import (
     WeightsError,
     nearest,
 )
-from ....store.exchange.outside import json_object, named_digest, path_below, require_content
+from ....store.exchange.outside import (
+    json_file,
+    json_object,
+    named_digest,
+    path_below,
+    require_content,
+)
 from ....store.files import is_below
 from ....store.keys import ModelIdentity
 from ..checkpoints.adapter import Adapter
@@ -76,6 +82,8 @@ CONFIG, WEIGHTS, INDEX, TOKENIZER = (
 )
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 """Weight files of torch.save; read if there are no safetensors."""
+MODULES = "modules.json"
+"""File in which sentence-transformers lists the folders of an encoder's modules, the transformer first."""
 HELP = "trained_with_help.txt"
 """File with a sentence about auxiliary training losses on internals of the model; part of no identity."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -564,6 +572,7 @@ def _resolve(text: str, revision: str | None) -> ModelFiles:
         )
     if folder.is_file():
         return ModelFiles(text, folder.parent, gguf=folder)
+    folder = _transformer_folder(folder)
     if not require_content(folder / CONFIG, ConfigError):
         # A folder often holds one model at several quantisations, so the file must be named.
         gguf_files = sorted(path.name for path in folder.glob(f"*{SUFFIX}"))
@@ -657,14 +666,30 @@ def _from_hub_cache(name: str, revision: str | None) -> ModelFiles:
             f"expected a directory or a model in the local cache {hub_cache()}, found no {name}{hint}; "
             f"download it with: {command}"
         )
-    folder = snapshot_folder(repository, branch)
+    snapshot = snapshot_folder(repository, branch)
+    folder = _transformer_folder(snapshot)
     if not (folder / CONFIG).is_file():
         commits = sorted(path.name[:12] for path in (repository / "snapshots").iterdir())
         raise ModelNotFound(
             f"expected {CONFIG} of {name} at revision {branch!r} in the local cache, found "
             f"{'commits ' + ', '.join(commits) if commits else 'no commit'}; download it with: {command}"
         )
-    return ModelFiles(name, folder, folder.name)
+    return ModelFiles(name, folder, snapshot.name)
+
+
+def _transformer_folder(folder: Path) -> Path:
+    """The folder with config.json: inside that of a sentence encoder, if its modules.json names another one.
+
+    Raises:
+        ConfigError: for a modules.json that names no folder.
+    """
+    path = folder / MODULES
+    if (folder / CONFIG).is_file() or not require_content(path, ConfigError):
+        return folder
+    modules = json_file(path, ConfigError)
+    first = modules[0] if isinstance(modules, list) and modules else None
+    name = first.get("path") if isinstance(first, dict) else None
+    return folder if name == "" else path_below(folder, name, ConfigError, path)
 
 
 def _weight_map(index: Path) -> dict[str, str]:

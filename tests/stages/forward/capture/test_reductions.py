@@ -16,7 +16,7 @@ import xarray as xr
 from mizarr import HookSpec, capture, open_store
 from mizarr.stages.forward.capture.capture import CaptureNode
 from mizarr.stages.forward.capture.reduced import folded
-from mizarr.store.errors import HookPointNotFound
+from mizarr.store.errors import HookPointNotFound, PromptError
 from mizarr.workflows.cli.group import run
 
 RESID, Z = "blocks.*.hook_resid_post", "blocks.*.attn.hook_z"
@@ -50,6 +50,36 @@ def test_folded_sums_are_sums_of_any_width():
         expected = [math.fsum(row) for row in rows]
         tolerance = 1e-15 * np.abs(rows).sum(axis=-1)
         assert (np.abs(folded(torch.from_numpy(rows)).numpy() - expected) <= tolerance).all()
+
+
+@pytest.mark.parametrize("start", [0, 1, 2])
+def test_pooled_prompts_are_those_of_the_tokens_that_positions_select(model, tokens, whole, tmp_path, start):
+    chosen, spec = {"positions": f"{start}:"} if start else {}, HookSpec()
+    for reduce in ("mean", "max", "weighted_mean"):
+        spec = spec.capture(RESID, Z, "hook_embed", reduce=reduce, **chosen)
+    kept = [ids for ids in tokens if len(ids) > start]
+    _, found = reduced(model, kept, tmp_path, spec)
+    stored, suffix = whole["prompt"].values, f"__from_{start}" if start else ""
+    numbers = [number for number, ids in enumerate(tokens) if len(ids) > start]
+    for name in ("resid_post", "z", "embed"):
+        axis = whole[name].dims.index("token")
+        for row, number in enumerate(numbers):
+            states = np.moveaxis(whole[name].values, axis, 0)[stored == number][start:].astype(np.float64)
+            weights = np.arange(len(states)) + 1.0 + start
+            expected = {
+                "mean": states.mean(0),
+                "max": states.max(0),
+                "weighted_mean": np.average(states, axis=0, weights=weights),
+            }
+            for reduce, value in expected.items():
+                pooled = np.moveaxis(found[f"{name}{suffix}__{reduce}"].values, axis, 0)[row]
+                np.testing.assert_allclose(pooled, value, rtol=1e-6, atol=1e-7)
+
+
+def test_a_prompt_without_a_token_to_pool_is_refused_before_anything_runs(model):
+    spec = HookSpec().capture(RESID, positions="3:", reduce="max")
+    with pytest.raises(PromptError, match=r"found none of prompt 1 \(3 tokens\) at positions '3::'"):
+        CaptureNode(model, [[1, 2, 3, 4], [1, 2, 3]], spec)
 
 
 def test_norms_and_means_are_those_of_the_whole_capture(model, tokens, whole, tmp_path):
@@ -194,7 +224,6 @@ def test_what_cannot_be_reduced_is_refused_in_one_line(model, tokens, tmp_path, 
     for spec, said in [
         (HookSpec().capture("blocks.*.attn.hook_pattern", reduce="mean"), "row of numbers per token"),
         (HookSpec().capture("blocks.*.ln1.hook_scale", reduce="norm"), "row of numbers per token"),
-        (HookSpec().capture(RESID, positions="last", reduce="mean"), "all tokens of a prompt"),
     ]:
         with pytest.raises(HookPointNotFound, match=said):
             capture(model, tokens, spec, store=store, **OPTIONS)
@@ -202,7 +231,7 @@ def test_what_cannot_be_reduced_is_refused_in_one_line(model, tokens, tmp_path, 
         HookSpec().capture(RESID, reduce="meen")
     with pytest.raises(HookPointNotFound, match="reduce='norm'"):
         model.forward([1, 2], HookSpec().capture(RESID, reduce="norm"))
-    assert run(["capture", "specimen", "a b", "--text", "--hooks", RESID, "--reduce", "max"]) == 2
+    assert run(["capture", "specimen", "a b", "--text", "--hooks", RESID, "--reduce", "median"]) == 2
 
 
 def test_the_command_line_keeps_means(tmp_path, capsys):

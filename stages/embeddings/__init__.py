@@ -1,0 +1,1 @@
+"""Embeddings: one vector per text, from a sentence encoder and the files of sentence-transformers."""
