@@ -110,6 +110,8 @@ from mizarr.stages.forward.runs.experiment import Experiment, ExperimentNode
 from mizarr.stages.forward.runs.stored_runs import _run_digest, _shape
 from mizarr.stages.graph import options as graph_options
 from mizarr.stages.graph.rows import selection, targets
+from mizarr.stages.lenses.interventions import SetCoordinates
+from mizarr.stages.lenses.jacobian import JacobianLensFit
 from mizarr.store import open_store
 from mizarr.store.digest import canonical_json, digest
 from mizarr.store.errors import InterventionError, MizarrError, SourceChanged, StageError
@@ -147,6 +149,15 @@ INTERVENTIONS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
     Scale: ({"factor": 2.0}, {"factor": 3.0, **PLACES}),
     Zero: ({}, PLACES),
     Clamp: ({"low": 1.0}, {"low": 0.5, "high": 2.0, **PLACES}),
+    SetCoordinates: (
+        {"vectors": np.eye(2, 8, dtype=np.float32)},
+        {
+            "vectors": np.eye(3, 8, dtype=np.float32),
+            "coordinates": np.ones(2, np.float32),
+            "alpha": 0.5,
+            **PLACES,
+        },
+    ),
     AddAtPositions: ({"vectors": [(1, VECTOR)]}, {"vectors": [(2, VECTOR)], "scale": 2.0}),
     Knockout: (
         {"edges": [(1, 0)]},
@@ -380,6 +391,18 @@ EXPERIMENTS: dict[type[Any], tuple[dict[str, Any], dict[str, Any]]] = {
         {**NAMED, **PUSHED, "feature": (0, 1)},
         {**OF_NAMED, **OF_PUSHED, "draw": 1, "feature": (0, 2)},
     ),
+    JacobianLensFit: (
+        {"prompts": ((1, 2, 3, 4), (5, 6, 7, 8)), "skip": 0},
+        {
+            "prompts": ((1, 2, 3, 4), (5, 6, 7, 9)),
+            "layers": (0,),
+            "skip": 1,
+            "longest": 3,
+            "cotangents": 2,
+            "seed": Pairwise({"cotangents": 2, "seed": 0}, {"cotangents": 2, "seed": 1}),
+            "segment": 1,
+        },
+    ),
     Patchscopes: (
         {"sources": (((1, 2), -1),), "target": (3, 4)},
         {
@@ -581,6 +604,7 @@ EXPERIMENTS |= {
 }
 
 NOT_IN_A_KEY = {
+    (JacobianLensFit, "batch"): "cotangents of one pass back, which change rounding alone",
     (DictionaryLayout, "modules"): "follows from `read` and `write`, and from files; only checked",
     **{
         (kind, "memory"): "how much is computed at once"
