@@ -50,7 +50,7 @@ S.capture("") -> there is no hook point ''; a model lists its own: `model.hook_p
 S.capture(P, when="during") -> expected when='after' or when='before', found 'during'
 S.capture(P, positions="first") -> expected positions as 'last', a slice such as '::16', or numbers such as
 S.capture(P, positions=1.5) -> expected positions as 'last', a slice such as '::16', numbers, or one bool per
-S.capture(P, positions=None, reduce=5) -> reduce=: expected one of norm, mean, run_mean, logsumexp,
+S.capture(P, positions=None, reduce=5) -> reduce=: expected one of norm, mean, max, weighted_mean, run_mean,
 S.capture(P, positions=slice(None,None,-1)) -> expected positions as a slice with a step of at least 1, found
 S.capture(P, positions=slice("a")) -> positions: expected whole numbers, found 'a'; write a list such as [0,
 S.intervene(P, None) -> expected an intervention such as mizarr.Zero(), found None

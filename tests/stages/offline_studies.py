@@ -102,6 +102,21 @@ def scan(stored: Material) -> xr.Dataset:
     return found
 
 
+def lens_of(stored: Material) -> xr.Dataset:
+    """A lens of all layers but the last: a tenth more than the identity."""
+    states = stored.states["resid_post"]
+    layers, width = states["layer"].values[:-1], states.sizes["hidden"]
+    matrices = np.repeat(1.1 * np.eye(width, dtype=np.float32)[None], len(layers), axis=0)
+    dims = ("layer", "target_hidden", "hidden")
+    return xr.Dataset({"jacobian": (dims, matrices), "n_prompts": 1}, {"layer": layers})
+
+
+def examples_of(stored: Material) -> xr.Dataset:
+    """The two sides of the contrast as labels, and the prompts as groups."""
+    data = {"target": (stored.side.values + 1) / 2, "group": stored.states["prompt"].values}
+    return xr.Dataset({name: ("example", values) for name, values in data.items()})
+
+
 def one_prompt(stored: Material) -> xr.DataArray:
     """The pattern of the first prompt, heads before pairs."""
     size = int(stored.states["row_size"][0])
@@ -160,6 +175,44 @@ STUDIES: dict[str, Callable[[Material], xr.Dataset]] = {
     "contrastive_direction": lambda s: find("contrastive_direction")(STUDIES["side_sums"](s)),
     "projection_scores": lambda s: find("projection_scores")(
         s.states["resid_post"], STUDIES["contrastive_direction"](s)
+    ),
+    "steering_direction": lambda s: find("steering_direction")(
+        s.states["resid_post"], s.side, s.count, tokens_of(s.count.values < 2)
+    ),
+    "fitted_lens": by(
+        "fitted_lens",
+        lambda s: {
+            "resid_post": s.states["resid_post"],
+            "targets": s.targets["targets"],
+            "readout": s.readout,
+            "lens": lens_of(s),
+        },
+    ),
+    "lens_ranks": by(
+        "lens_ranks",
+        lambda s: {
+            "resid_post": s.states["resid_post"],
+            "targets": s.targets["targets"],
+            "readout": s.readout,
+            "lens": lens_of(s),
+            "rotations": 2,
+        },
+    ),
+    "pooled_states": by(
+        "pooled_states",
+        lambda s: {"states": s.states["resid_post"], "prompt": s.states["prompt"], "pooling": "mean"},
+    ),
+    "train_probes": by(
+        "train_probes",
+        lambda s: {
+            "states": s.states["resid_post"].rename(token="example"),
+            "examples": examples_of(s),
+            "draws": 2,
+            "folds": 2,
+        },
+    ),
+    "probe_scores": lambda s: find("probe_scores")(
+        s.states["resid_post"].rename(token="example"), STUDIES["train_probes"](s)
     ),
     "logit_lens": by(
         "logit_lens",

@@ -1,4 +1,4 @@
-"""How well does a probe detect a property of prompts, and does it know more than their words?
+"""How well do hidden states tell a property of prompts, and do they tell more than the words?
 
 Probes of pooled states of every layer, trained on half of the prompts (stages/monitors/probes.py). Layer,
 pooling, method and text baseline are chosen by cross-validation in that half; scores on the other half, the
@@ -119,7 +119,7 @@ class Monitor(ModelWorkflow):
     with shuffled labels."""
 
     name = "monitor"
-    question = "How well does a probe detect a property of prompts, and does it know more than their words?"
+    question = "How well do hidden states tell a property of prompts, and do they tell more than the words?"
     settings_type = MonitorSettings
     settings: MonitorSettings
     examples: LabelledTexts

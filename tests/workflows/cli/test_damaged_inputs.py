@@ -118,7 +118,7 @@ def test_numbers_of_5000_digits_and_deep_values_are_told_in_one_line(command, tm
         read_records,
         lambda path: read_batch(Path(path)),
         lambda path: read_samples(path, ["a"], unit="bytes"),
-        probe_targets._entries,
+        probe_targets.labelled_entries,
         lambda path: viewer.read(Path(path)),
         lambda path: torch_file.read(Path(path)),
         lambda path: Crosscoder.load(Path(path).parent),

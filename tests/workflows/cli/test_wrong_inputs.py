@@ -67,10 +67,10 @@ with --positions ::-1 -> expected positions as a slice with a step of at least 1
 with --positions 5:2 -> positions '5:2:' (--positions) selects no token: the longest prompt has 2 tokens;
 with --positions mask.npy -> '--positions': expected a numpy array in the file 'mask.npy', found none; write
 with --positions nowhere.npy -> '--positions': expected a file with a mask of tokens, found no file
-with --reduce nrom -> reduce=: expected one of norm, mean, run_mean, logsumexp, topk:10, found 'nrom';
+with --reduce nrom -> reduce=: expected one of norm, mean, max, weighted_mean, run_mean, logsumexp,
 with --reduce features: -> expected a directory, or a hub reference such as org/repo, found ''; name the
 with --reduce features:nope -> expected a directory, or a hub reference such as
-hook hook_logits --reduce topk:0 -> reduce=: expected one of norm, mean, run_mean, logsumexp, topk:10,
+hook hook_logits --reduce topk:0 -> reduce=: expected one of norm, mean, max, weighted_mean, run_mean,
 hook hook_logits --reduce topk:99999999 -> expected at most the 2048 logits of specimen, found
 with --dtype float8 -> '--dtype': 'float8' is not one of 'float32', 'float16', 'bfloat16', 'float64'. (see
 with --storage-dtype int4 -> '--storage-dtype': 'int4' is not one of 'float32', 'float16', 'bfloat16',
@@ -139,7 +139,7 @@ explain logit_lens --store nostore -> expected a store of mizarr in
 report logit_lens --store new --output folder -> cannot write the file folder, because it is a folder; name a
 report logit_lens --store new --output dangling/x.html -> cannot write x.html, because
 replicate nope --store new -> no replication 'nope'; there are activation-patching, algzoo,
-workflows nope -> no workflow 'nope'; there are logit_lens, logit_attribution, generate,
+workflows nope -> no workflow 'nope'; there are logit_lens, jacobian_lens, logit_attribution, generate,
 stages logit_lense -> expected the name of a stage or experiment, found 'logit_lense'; did you mean
 ls --store nowhere -> expected a store of mizarr in
 show zzz --store activations -> no key in
