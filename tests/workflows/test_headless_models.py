@@ -19,6 +19,7 @@ ANSWERED = (
     "attention_patterns",
     "head_detection",
     "probe",
+    "monitor",
     "inspect_weights",
     "composition",
     "token_positions",
