@@ -324,8 +324,9 @@ def unanswered(subjects: Sequence[Subject]) -> str:
     return text
 
 
-def measured_on(subjects: Sequence[Subject]) -> str:
-    """Section on the models' files, the machine and the versions."""
+def measured_on(subjects: Sequence[Subject], remark: str) -> str:
+    """Section on the models' files, the machine and the versions; remark: a sentence on how costs were
+    measured, such as on a machine with other work, or ""."""
     records = [
         record for subject in subjects for workflow in WORKFLOWS if (record := subject.record(workflow))
     ]
@@ -336,6 +337,8 @@ def measured_on(subjects: Sequence[Subject]) -> str:
     lines += [f"* Machine: {literal(machine)}." for machine in machines]
     lines += [f"* Versions: {literal(version)}." for version in versions]
     lines.append(f"* All processes together: {total / 60:.0f} minutes of processor time.")
+    if remark:
+        lines.append(f"* {remark}")
     n_sources = len({record.sources for record in records})
     if n_sources > 1:
         lines.append(
@@ -345,10 +348,12 @@ def measured_on(subjects: Sequence[Subject]) -> str:
     return "## Models, machine, versions\n\n" + "\n".join(lines) + "\n\n"
 
 
-def write(subjects: Sequence[Subject], page: Path, trainings: Sequence[Training] = ()) -> None:
-    """Write the page, and its figures beside it, from what is stored."""
+def write(
+    subjects: Sequence[Subject], page: Path, trainings: Sequence[Training] = (), remark: str = ""
+) -> None:
+    """Write the page, and its figures beside it, from what is stored; remark: see `measured_on`."""
     models = " and ".join(subject.title for subject in subjects)
-    parts = [HEAD.format(models=models), chance(subjects), measured_on(subjects)]
+    parts = [HEAD.format(models=models), chance(subjects), measured_on(subjects, remark)]
     parts += map(in_short, subjects)
     parts.append(trained(trainings))
     parts.append("## Question by question\n\n")
@@ -365,6 +370,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=LIMIT, help="processor seconds per workflow")
     parser.add_argument("--workflows", default=",".join(WORKFLOWS), help="names, separated by commas")
     parser.add_argument("--page", type=Path, default=PAGE, help="the page to write")
+    parser.add_argument("--remark", default="", help="a sentence on how costs were measured")
     options = parser.parse_args()
     # As by Ctrl-C: the process that is asked ends with this one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -393,7 +399,7 @@ def main() -> None:
             record = subject.asked.ask(workflow)
             line = f"{subject.title}: {workflow} {record.outcome}, {record.processor_seconds:.0f} s"
             print(f"{line} {record.message}".rstrip(), file=sys.stderr, flush=True)
-    write(subjects, options.page, trainings)
+    write(subjects, options.page, trainings, options.remark)
     print(options.page)
 
 
