@@ -106,9 +106,9 @@ class Patchscopes(Experiment):
     placeholder: int = -1
     """Position of the target prompt whose state is replaced, negative from the end."""
     layers: tuple[int, ...] | None = None
-    """Layers after which states of the sources are taken; None for all."""
+    """Source layers: layers whose residual stream is read from the source prompts; None for all."""
     target_layers: tuple[int, ...] | None = None
-    """Layers after which the placeholder's state is replaced; None for all."""
+    """Target layers: layers whose residual stream is replaced at the placeholder; None for all."""
     words: tuple[int, ...] = ()
     """Token ids whose rank and log-probability are measured, besides the source's own next token."""
     max_tokens: int = 0
@@ -199,14 +199,14 @@ class Patchscopes(Experiment):
 
     def measure(self, prepared: _Sources, cell: CellLabels, result: HookCache) -> dict[str, Any]:
         """Measurements of one reading, by name."""
-        own, row = prepared.logits[_source(cell)], read_logits(result)[0]
-        words = [int(own.argmax()), *self.words]
+        source_logits, row = prepared.logits[_source(cell)], read_logits(result)[0]
+        words = [int(source_logits.argmax()), *self.words]
         # Tokens of an equal logit do not count, as in the metric Rank.
         rank = len(row) - np.searchsorted(np.sort(row), row[words], side="right")
         return {
             "rank": rank,
             "logprob": log_softmax(row)[words],
-            "kl": float(kl_divergence(own, row)),
+            "kl": float(kl_divergence(source_logits, row)),
             "top_id": int(row.argmax()),
         }
 

@@ -106,14 +106,14 @@ def embed(
 
 @dataclass(frozen=True)
 class _Encoder:
-    """A model, and the modules behind it."""
+    """A sentence encoder: a transformer with its pooling, dense layers and normalisation."""
 
     source: ModelSource
-    """The model."""
+    """The transformer, which gives the final states of tokens."""
     folder: Path
     """Folder of the transformer and its tokenizer."""
     modules: SentenceModules
-    """Pooling, and what follows."""
+    """Pooling, dense layers and normalisation of the final states."""
 
     @classmethod
     def of(cls, source: ModelSource, pooling: str | None) -> _Encoder:
@@ -121,14 +121,14 @@ class _Encoder:
         files = source.files or resolve(source.name, source.revision)
         modules, config = read_modules(files.directory), source.config
         if (modules is None) == (pooling is None):
-            found, step = (
+            sources, remedy = (
                 ("neither", 'pass pooling="mean" (or cls, max, lasttoken)')
                 if modules is None
                 else ("both", "leave pooling out")
             )
             raise ConfigError(
                 f"{source.name}: expected either modules.json of a sentence encoder in {files.directory} or "
-                f"pooling=, found {found}; {step}"
+                f"pooling=, found {sources}; {remedy}"
             )
         if config.target_start is not None:
             raise ConfigError(

@@ -329,12 +329,12 @@ class _Layer:
 
     def _train_blocks(self) -> Iterator[tuple[slice, Array]]:
         """Pass over the standardised rows of the train part."""
-        done = 0
+        n_read = 0
         for block, rows in self._blocks():
             part = rows[self._is_train[block]]
             if len(part):
-                yield slice(done, done + len(part)), part
-                done += len(part)
+                yield slice(n_read, n_read + len(part)), part
+                n_read += len(part)
 
     def _fitted_blocks(self) -> Iterator[tuple[slice, Array]]:
         """Pass over the rows of the train part in the space in which probes are fitted."""

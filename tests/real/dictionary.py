@@ -28,7 +28,7 @@ class Training:
     """An SAE of one layer of a model, trained by a process of `mizarr train`."""
 
     asked: Asked
-    """The model, and the folder in which it is asked."""
+    """The pretrained model, and the folder of its store, records and logs."""
     layer: int
     """Layer whose residual stream the features read and write."""
     width: int
@@ -58,7 +58,7 @@ class Training:
 
     @property
     def figures(self) -> dict[str, Any] | None:
-        """Figures on held-out prompts; None for one that is not trained."""
+        """Explained variance, L0 and loss on held-out prompts; None before the training."""
         path = self.folder / "evaluation.json"
         return json.loads(path.read_text("utf-8"))["held_out"] if self.record is not None else None
 

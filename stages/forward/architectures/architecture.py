@@ -59,7 +59,7 @@ _WITHOUT = (
     "ask about its states and attention, which need no language head: capture its hook points, or run the "
     "workflows probe, attention_patterns, head_detection or composition"
 )
-"""What can be asked of a model without a language head, for messages."""
+"""Remedy in messages about next tokens: hook points and workflows that need no language head."""
 BESIDE = "beside."
 """Prefix of the names of weights outside of the layers that compute Gemma 3n's parallel residual streams and
 per-layer inputs (layer_parts.py)."""

@@ -154,9 +154,9 @@ def _as_stored(model: ComposedArchitecture, shapes: TensorShapes) -> ComposedArc
     root = root if embed.name.startswith(root) else ""
     name = embed.name.removeprefix(root)
     stored = [
-        other.removesuffix(name)
-        for other, shape in shapes.items()
-        if (other == name or other.endswith(f".{name}")) and shape == embed.shape
+        tensor.removesuffix(name)
+        for tensor, shape in shapes.items()
+        if (tensor == name or tensor.endswith(f".{name}")) and shape == embed.shape
     ]
     if len(stored) != 1:
         return model  # the missing embedding is an error when the tensors are checked

@@ -122,7 +122,7 @@ class Subspace:
         return coefficients @ self._basis_like(coefficients)
 
     def _basis_like(self, x: Any) -> Any:
-        """The basis as a tensor on the device of x if x is one, else as it is."""
+        """The basis [dimension, width]: a tensor on the device of x if x is a tensor, else a numpy array."""
         return as_tensor(self.basis, x) if hasattr(x, "detach") else self.basis
 
     def __repr__(self) -> str:

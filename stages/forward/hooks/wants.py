@@ -37,8 +37,8 @@ class Logits:
                 object.__setattr__(self, name, as_indices(indices, f"logits: {name}", PromptError))
 
     def read(self, config: Architecture, length: int) -> Logits | None:
-        """This selection as the head of a model gives it: at its one position for a head that reads one; None
-        for a model without head.
+        """The positions and logits that a model's head computes for this selection: a pooled head has logits
+        at one position only. None for a model without head.
 
         Arguments:
             config: architecture of the model.

@@ -687,8 +687,8 @@ def _transformer_folder(folder: Path) -> Path:
     if (folder / CONFIG).is_file() or not require_content(path, ConfigError):
         return folder
     modules = json_file(path, ConfigError)
-    first = modules[0] if isinstance(modules, list) and modules else None
-    name = first.get("path") if isinstance(first, dict) else None
+    transformer = modules[0] if isinstance(modules, list) and modules else None
+    name = transformer.get("path") if isinstance(transformer, dict) else None
     return folder if name == "" else path_below(folder, name, ConfigError, path)
 
 

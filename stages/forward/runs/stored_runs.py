@@ -130,8 +130,8 @@ def _publish_group(
         if head.kind == "labels":
             attrs["long_name"] = "logits of labels"
             dims = ("run", "label") if head.is_pooled else ("run", "want_position", "label")
-            chosen = range(len(head.labels)) if group.tokens is None else group.tokens
-            coords["label"] = [head.labels[number] for number in chosen]
+            label_numbers = range(len(head.labels)) if group.tokens is None else group.tokens
+            coords["label"] = [head.labels[number] for number in label_numbers]
         arrays["logits"] = (dims, _as_numpy(logits), attrs)
     for number, capture in enumerate(group.captures):
         values = torch.cat([result.require(capture.point, when=capture.when) for result in results])
